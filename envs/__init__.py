@@ -1,0 +1,1 @@
+"""Environment servers over ZeroMQ, their client, and the bundled environments."""

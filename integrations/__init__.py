@@ -1,0 +1,1 @@
+"""Where makespan meets other libraries: transformers, verl and W&B."""
