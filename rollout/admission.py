@@ -1,0 +1,119 @@
+"""Who may start, and how many may run at once.
+
+Admission decides when a trajectory's first action begins; it says nothing of environment slots, which an action holds
+only while it runs (`gate.py`). The baseline is a fixed concurrency in order of arrival. A ticket is taken with
+`async with admission.admit(trajectory_id):` and is given back on every way out, cancellation included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import msgspec
+
+from makespan.rollout.errors import ConfigError, nearest
+
+
+class AdmissionStatistics(msgspec.Struct, frozen=True):
+    """A snapshot: how many trajectories hold a ticket, how many wait, and the most that may hold one."""
+
+    admitted: int
+    waiting: int
+    concurrency: int | None
+    """None: no limit."""
+
+
+class AdmissionPolicy(Protocol):
+    """The pure part: trajectory ids in, trajectory ids out."""
+
+    def submit(self, trajectory_id: str) -> None: ...
+
+    def start(self) -> list[str]:
+        """The trajectories that may start now, in the order in which they start; they count as admitted from here."""
+        ...
+
+    def finish(self, trajectory_id: str) -> None:
+        """A trajectory is over or was withdrawn, whether it had started or not."""
+        ...
+
+    def statistics(self) -> AdmissionStatistics: ...
+
+
+class FixedConcurrency:
+    """At most `concurrency` trajectories run at once (None: all of them); they start in the order of arrival."""
+
+    def __init__(self, concurrency: int | None) -> None:
+        if concurrency is not None and concurrency < 1:
+            raise ConfigError(f"admission.concurrency must be at least 1 or null for no limit, not {concurrency}")
+        self._concurrency = concurrency
+        self._admitted: set[str] = set()
+        self._waiting: OrderedDict[str, None] = OrderedDict()
+
+    def submit(self, trajectory_id: str) -> None:
+        self._waiting[trajectory_id] = None
+
+    def start(self) -> list[str]:
+        started = []
+        while self._waiting and (self._concurrency is None or len(self._admitted) < self._concurrency):
+            trajectory_id, _ = self._waiting.popitem(last=False)
+            self._admitted.add(trajectory_id)
+            started.append(trajectory_id)
+        return started
+
+    def finish(self, trajectory_id: str) -> None:
+        self._admitted.discard(trajectory_id)
+        self._waiting.pop(trajectory_id, None)
+
+    def statistics(self) -> AdmissionStatistics:
+        return AdmissionStatistics(len(self._admitted), len(self._waiting), self._concurrency)
+
+
+class Admission:
+    """The asyncio shell around a policy: trajectories wait here for their ticket."""
+
+    def __init__(self, policy: AdmissionPolicy) -> None:
+        self._policy = policy
+        self._tickets: dict[str, asyncio.Future[None]] = {}
+
+    @asynccontextmanager
+    async def admit(self, trajectory_id: str) -> AsyncIterator[None]:
+        """Wait for a ticket and hold it for the body of the `async with`.
+
+        Cancelled while waiting, the trajectory leaves the queue; a ticket granted in the same instant passes on to the
+        next one.
+        """
+        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tickets[trajectory_id] = ticket
+        self._policy.submit(trajectory_id)
+        self._grant()
+        try:
+            await ticket
+            yield
+        finally:
+            self._tickets.pop(trajectory_id, None)
+            self._policy.finish(trajectory_id)
+            self._grant()
+
+    def statistics(self) -> AdmissionStatistics:
+        return self._policy.statistics()
+
+    def _grant(self) -> None:
+        for trajectory_id in self._policy.start():
+            ticket = self._tickets.get(trajectory_id)
+            if ticket is not None and not ticket.done():
+                ticket.set_result(None)
+
+
+ADMISSION: dict[str, Callable[[int | None], AdmissionPolicy]] = {"fixed": FixedConcurrency}
+"""Admission policies by the name that a configuration uses."""
+
+
+def make_admission(name: str, concurrency: int | None) -> Admission:
+    """The shell around the policy of this name. Raises `ConfigError` for an unknown name."""
+    if name not in ADMISSION:
+        raise ConfigError(f"admission.policy: unknown policy {name!r}{nearest(name, ADMISSION)}")
+    return Admission(ADMISSION[name](concurrency))
