@@ -7,6 +7,7 @@ trajectory measures the system, and its reward says nothing of the model.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
@@ -15,6 +16,7 @@ import msgspec
 from makespan.rollout.conversation import Conversation
 from makespan.rollout.environment import EnvironmentFailure
 from makespan.rollout.replicas.base import Completion, Sampling
+from makespan.rollout.trajectory import Trajectory
 
 ActionSource = Literal["model", "script"]
 
@@ -36,36 +38,45 @@ class Agent(Protocol):
     @property
     def source(self) -> ActionSource: ...
 
-    def sampling(self, task_id: str, turn: int, room_tokens: int) -> Sampling | None:
-        """How to generate turn `turn` of a task when `room_tokens` fit into the model's context; None: it cannot."""
+    def sampling(self, trajectory: Trajectory, room_tokens: int) -> Sampling | None:
+        """How to generate the next turn when `room_tokens` more fit into the context; None: the turn does not fit."""
         ...
 
-    def reply(self, task_id: str, turn: int, completion: Completion) -> Reply: ...
+    def reply(self, trajectory: Trajectory, completion: Completion) -> Reply: ...
 
 
 class ModelAgent:
-    """The model speaks for itself."""
+    """The model speaks for itself.
+
+    Each turn has a seed of its own, made of the run's seed, the trajectory and the turn, so that what is sampled does
+    not depend on which requests happen to share an engine step.
+    """
 
     source: ActionSource = "model"
 
     def __init__(
-        self, conversation: Conversation, *, max_tokens: int, temperature: float, top_p: float, seed: int | None
+        self, conversation: Conversation, *, max_tokens: int, temperature: float, top_p: float, seed: int
     ) -> None:
         self._conversation = conversation
+        self._seed = seed
         self._sampling = Sampling(
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
-            seed=seed,
             stop_token_ids=conversation.stop_token_ids,
         )
 
-    def sampling(self, task_id: str, turn: int, room_tokens: int) -> Sampling | None:
+    def sampling(self, trajectory: Trajectory, room_tokens: int) -> Sampling | None:
         if room_tokens < 1:
             return None
-        return msgspec.structs.replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room_tokens))
+        words = f"{self._seed}/{trajectory.trajectory_id}/{len(trajectory.turns)}".encode()
+        return msgspec.structs.replace(
+            self._sampling,
+            max_tokens=min(self._sampling.max_tokens, room_tokens),
+            seed=zlib.crc32(words),
+        )
 
-    def reply(self, task_id: str, turn: int, completion: Completion) -> Reply:
+    def reply(self, trajectory: Trajectory, completion: Completion) -> Reply:
         return Reply(self._conversation.text(completion.token_ids), completion.token_ids, completion.logprobs)
 
 
@@ -81,7 +92,8 @@ class ScriptAgent:
         self._scripts = scripts
         self._temperature = temperature
 
-    def _action(self, task_id: str, turn: int) -> str:
+    def _action(self, trajectory: Trajectory) -> str:
+        task_id, turn = trajectory.task.task_id, len(trajectory.turns)
         script = self._scripts.get(task_id, ())
         if turn >= len(script):
             raise EnvironmentFailure(
@@ -91,12 +103,12 @@ class ScriptAgent:
             )
         return script[turn]
 
-    def sampling(self, task_id: str, turn: int, room_tokens: int) -> Sampling | None:
-        length = len(self._conversation.scripted(self._action(task_id, turn)))
+    def sampling(self, trajectory: Trajectory, room_tokens: int) -> Sampling | None:
+        length = len(self._conversation.scripted(self._action(trajectory)))
         if length > room_tokens:
             return None
         return Sampling(max_tokens=length, min_tokens=length, temperature=self._temperature)
 
-    def reply(self, task_id: str, turn: int, completion: Completion) -> Reply:
-        action = self._action(task_id, turn)
+    def reply(self, trajectory: Trajectory, completion: Completion) -> Reply:
+        action = self._action(trajectory)
         return Reply(action, self._conversation.scripted(action), None)

@@ -231,7 +231,7 @@ class RolloutEngine:
         trajectory.enter(TrajectoryState.GENERATING)
         turn = len(trajectory.turns)
         room_tokens = self._limits.max_context_tokens - len(trajectory.context_ids)
-        sampling = self._agent.sampling(trajectory.task.task_id, turn, room_tokens)
+        sampling = self._agent.sampling(trajectory, room_tokens)
         if turn >= self._limits.max_turns or sampling is None:
             limit, value = (
                 ("turns", self._limits.max_turns) if sampling else ("context", self._limits.max_context_tokens)
@@ -240,7 +240,7 @@ class RolloutEngine:
             return
         prompt_tokens = len(trajectory.context_ids)
         replica_id, completion = await self._generate(trajectory, turn, sampling)
-        reply = self._agent.reply(trajectory.task.task_id, turn, completion)
+        reply = self._agent.reply(trajectory, completion)
         _count_computed(trajectory, completion, reply)
         trajectory.append(Segment(reply.token_ids, generated=True, logprobs=reply.logprobs))
 

@@ -96,7 +96,7 @@ def padded_block_tokens(vllm_config: Any) -> int | None:
     )
     kv_bytes = 2 * model.get_num_kv_heads(vllm_config.parallel_config) * model.get_head_size() * model.dtype.itemsize
     kernel = 128
-    return kernel * max(1, math.ceil(state.page_size_bytes / (kernel * kv_bytes)))
+    return kernel * max(1, math.ceil(int(state.page_size_bytes) / (kernel * int(kv_bytes))))
 
 
 def engine_arguments(config: HostConfig) -> Any:

@@ -1,0 +1,89 @@
+"""The `makespan` command: reads the command line and hands over to a subcommand.
+
+Errors that a user can act on (`MakespanError`) become one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from makespan import __version__
+from makespan.rollout.errors import MakespanError
+
+BAD_INPUT = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    root = argparse.ArgumentParser(prog="makespan", description="Rollouts of LLM agents that end sooner.")
+    root.add_argument("--version", action="version", version=f"makespan {__version__}")
+    commands = root.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="run a batch of trajectories from a configuration file")
+    run.add_argument("config", type=Path, help="a YAML file, for example examples/bfcl.yaml")
+    run.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override a setting: tasks=8")
+    run.add_argument("--model", help="embedded, smollm2 or a model's directory (the same as --set model.path=…)")
+    _add_json(run)
+
+    doctor = commands.add_parser("doctor", help="what is installed, what works, and what to do about what does not")
+    _add_json(doctor)
+
+    env = commands.add_parser("env", help="environment servers").add_subparsers(dest="env_command", required=True)
+    serve = env.add_parser("serve", help="serve environments over ZeroMQ")
+    serve.add_argument("config", type=Path, help="a YAML file with slots and environments, see docs/environments.md")
+    status = env.add_parser("status", help="slots, queues, sessions and workers of a running server")
+    status.add_argument("address", help="for example tcp://127.0.0.1:5757")
+    status.add_argument("--timeout-s", type=float, default=5.0, help="how long to wait for an answer (default: 5)")
+    _add_json(status)
+
+    model = commands.add_parser("model", help="build or convert a bundled model and print its directory")
+    model.add_argument("name", help="embedded or smollm2")
+    return root
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="PATH", help="also write the figures as JSON; - is standard output")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return _dispatch(options)
+    except MakespanError as error:
+        sys.stderr.write(f"makespan: {error}\n")
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(options: argparse.Namespace) -> int:
+    # People read standard output, unless a program does: then they read standard error.
+    console = Console(stderr=getattr(options, "json", None) == "-")
+    if options.command == "run":
+        from makespan.commands.run import run
+        from makespan.rollout.config import load
+
+        overrides = list(options.set)
+        if options.model is not None:
+            overrides.append(f"model.path={options.model}")
+        return run(load(options.config, overrides), console, options.json)
+    if options.command == "doctor":
+        from makespan.commands.doctor import doctor
+
+        return doctor(console, options.json)
+    if options.command == "env":
+        from makespan.commands.env import serve, status
+
+        if options.env_command == "serve":
+            return serve(options.config)
+        return status(console, options.address, options.timeout_s, options.json)
+    from makespan.integrations.models import resolve
+
+    sys.stdout.write(f"{resolve(options.name)}\n")
+    return 0

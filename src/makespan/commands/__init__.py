@@ -1,0 +1,1 @@
+"""The subcommands of `makespan`, one file each."""
