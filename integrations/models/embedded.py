@@ -75,8 +75,10 @@ def _write_tokenizer(directory: Path) -> int:
 
 def _write_model(directory: Path, vocabulary: int) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
+    from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, logging
 
+    logging.set_verbosity_error()  # the absence of GPU kernels is no news to someone who builds a model on a CPU
+    logging.disable_progress_bar()
     config = GraniteMoeHybridConfig(
         vocab_size=vocabulary,
         hidden_size=256,

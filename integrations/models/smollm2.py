@@ -59,8 +59,9 @@ def _weights() -> Path:
 
 def _convert(source: Path, directory: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
+    logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
     tokenizer.eos_token = END_OF_TURN  # the GGUF's metadata name the opening mark, after which nothing would stop

@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     _add_json(run)
 
     doctor = commands.add_parser("doctor", help="what is installed, what works, and what to do about what does not")
+    doctor.add_argument("--generate", action="store_true", help="also start a replica and generate (about 30 s)")
     _add_json(doctor)
 
     env = commands.add_parser("env", help="environment servers").add_subparsers(dest="env_command", required=True)
@@ -76,7 +77,7 @@ def _dispatch(options: argparse.Namespace) -> int:
     if options.command == "doctor":
         from makespan.commands.doctor import doctor
 
-        return doctor(console, options.json)
+        return doctor(console, options.json, options.generate)
     if options.command == "env":
         from makespan.commands.env import serve, status
 

@@ -29,7 +29,7 @@ from makespan.envs.worker import EnvironmentConfig as HostedEnvironment
 from makespan.rollout.admission import make_admission
 from makespan.rollout.agent import Agent, ModelAgent, ScriptAgent
 from makespan.rollout.config import RunConfig, to_yaml
-from makespan.rollout.conversation import Conversation
+from makespan.rollout.conversation import Conversation, Tokenizer
 from makespan.rollout.engine import Limits, RolloutEngine
 from makespan.rollout.environment import EnvironmentFailure
 from makespan.rollout.errors import ConfigError
@@ -233,11 +233,15 @@ def make_run_directory(parent: Path, name: str) -> Path:
             return directory
 
 
-def load_tokenizer(model: Path) -> object:
-    """The model's tokenizer."""
+def load_tokenizer(model: Path) -> Tokenizer:
+    """The model's tokenizer. Raises `ConfigError` when the directory has none that transformers can read."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot read the tokenizer of {str(model)!r}: {error}") from error
+    return tokenizer
 
 
 @contextlib.asynccontextmanager

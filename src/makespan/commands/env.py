@@ -1,0 +1,58 @@
+"""`makespan env serve` and `makespan env status`: environment servers of their own, apart from a run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from makespan.envs import client, server
+from makespan.rollout.errors import ConfigError
+
+
+def serve(path: Path) -> int:
+    """Serve what a YAML file describes, until SIGTERM or Ctrl-C."""
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    return server.serve(server.parse_config(msgspec.json.encode(document).decode()))
+
+
+def status(console: Console, address: str, timeout_s: float, json_path: str | None) -> int:
+    """Ask a server how it is."""
+    reply = asyncio.run(client.status(address, timeout_s))
+    if json_path is not None:
+        encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(reply)), indent=2).decode() + "\n"
+        if json_path == "-":
+            sys.stdout.write(encoded)
+            return 0
+        Path(json_path).write_text(encoded)
+    document = msgspec.to_builtins(reply)
+    table = Table(title=f"environment server at {address}", title_justify="left")
+    columns = list(next(iter(document["slots"].values()), {}))
+    for name in ("slot class", *columns):
+        table.add_column(name.replace("_", " "))
+    for name, slot in document["slots"].items():
+        table.add_row(name, *(_cell(slot[column]) for column in columns))
+    console.print(table)
+    for name, value in document.items():
+        if name not in ("slots", "workers", "counters", "type", "id", "v"):
+            console.print(f"{name.replace('_', ' ')}: {_cell(value)}", soft_wrap=True)
+    for worker in document["workers"]:
+        console.print("worker: " + ", ".join(f"{k} {_cell(v)}" for k, v in worker.items()), soft_wrap=True)
+    console.print(
+        "counters: " + (", ".join(f"{k} {v}" for k, v in document["counters"].items()) or "none"), soft_wrap=True
+    )
+    return 0
+
+
+def _cell(value: object) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
