@@ -6,6 +6,7 @@ shown as "not measured", never as 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -31,7 +32,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     trajectory_id: str
     turn: int
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     sampling: Sampling
     priority: int = 0
     """Smaller is served first, where the back end orders by priority at all."""
@@ -40,7 +41,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica generated for one request, and what it says that cost. Seconds are the replica's own."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     logprobs: list[float] | None
     """Log-probability of each generated token under the sampling distribution before temperature; same length."""
     stop_reason: StopReason

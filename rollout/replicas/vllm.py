@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 
 from makespan.rollout.errors import ReplicaFailure
 from makespan.rollout.replicas.base import Completion, ReplicaLoad, Request
+from makespan.rollout.replicas.process_group import end_group, signal_group, unlink_shared_memory
 from makespan.rollout.replicas.wire import (
     Abort,
     Acknowledged,
@@ -37,6 +37,9 @@ from makespan.rollout.replicas.wire import (
 
 STOP_GRACE_S = 40.0
 """A host that was told to stop gets this long before it is killed: its engine stops in about 5 s, and is given 30."""
+
+GROUP_GRACE_S = 15.0
+"""What is left of a host's process group once the host is gone gets this long before it is killed."""
 
 LOG_TAIL_LINES = 12
 
@@ -153,7 +156,7 @@ class VllmReplica:
         finally:
             self._fail_all()
             if not self._closing:
-                self._signal_group(signal.SIGTERM)
+                signal_group(self._process.pid, signal.SIGTERM)  # its engine outlives it otherwise
 
     def _receive(self, message: FromHost) -> None:
         match message:
@@ -193,10 +196,6 @@ class VllmReplica:
                 return "; the end of its log:\n  " + "\n  ".join(lines)
         return ""
 
-    def _signal_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
-
     async def close(self) -> None:
         if self._closing:
             await self._process.wait()
@@ -204,17 +203,16 @@ class VllmReplica:
         self._closing = True
         if self._process.stdin is not None:
             self._process.stdin.close()  # end of file asks the host to stop its engine and leave
-        try:
-            if not self._ready.done() or self._ready.exception() is not None:
-                self._signal_group(signal.SIGTERM)  # nobody reads standard input before the engine is up
+        if not self._ready.done() or self._ready.exception() is not None:
+            signal_group(self._process.pid, signal.SIGTERM)  # nobody reads standard input before the engine is up
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), STOP_GRACE_S)
-        except TimeoutError:
-            self._signal_group(signal.SIGKILL)
-            await self._process.wait()
-        finally:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-            self._signal_group(signal.SIGTERM)  # whatever of the group is left after its leader
+        await end_group(self._process.pid, GROUP_GRACE_S)
+        await self._process.wait()
+        if self._ready.done() and self._ready.exception() is None:
+            unlink_shared_memory(self._ready.result().shared_memory)
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
 
 
 async def start_replicas(

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from makespan.rollout.replicas.base import Completion, ReplicaLoad, Request, Sampling, StopReason
+from makespan.rollout.replicas.process_group import shared_memory_of, unlink_shared_memory
 from makespan.rollout.replicas.wire import (
     Abort,
     Acknowledged,
@@ -173,6 +174,7 @@ class Host:
         self._config = config
         self._frames = frames
         self._engine: Any = None
+        self._shared_memory: tuple[str, ...] = ()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._preemptions = 0
         self._last_report_s = 0.0
@@ -193,7 +195,13 @@ class Host:
         arguments = engine_arguments(self._config)
         self._engine = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger()])
         cache = self._engine.vllm_config.cache_config
-        return Ready(block_tokens=cache.block_size, num_blocks=cache.num_gpu_blocks, version=vllm.__version__)
+        self._shared_memory = shared_memory_of(os.getpgid(0))
+        return Ready(
+            block_tokens=cache.block_size,
+            num_blocks=cache.num_gpu_blocks,
+            version=vllm.__version__,
+            shared_memory=self._shared_memory,
+        )
 
     def _stat_logger(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -282,6 +290,7 @@ class Host:
     def shutdown(self) -> None:
         if self._engine is not None:
             self._engine.shutdown(timeout=ENGINE_STOP_S)
+            unlink_shared_memory(self._shared_memory)
 
 
 async def _stdin() -> asyncio.StreamReader:

@@ -56,6 +56,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     block_tokens: int
     num_blocks: int | None
     version: str
+    shared_memory: tuple[str, ...]
+    """Segments that the engine's processes use, to be removed when they did not do so themselves."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
