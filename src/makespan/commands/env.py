@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from makespan.envs import client, server
+from makespan.envs.config import hosted_environments, parse_config
 from makespan.rollout.errors import ConfigError
 
 
@@ -23,7 +24,9 @@ def serve(path: Path) -> int:
         raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
-    return server.serve(server.parse_config(msgspec.json.encode(document).decode()))
+    parsed = parse_config(msgspec.json.encode(document).decode())
+    hosted_environments(parsed)
+    return server.serve(parsed)
 
 
 def status(console: Console, address: str, timeout_s: float, json_path: str | None) -> int:

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +15,7 @@ from makespan.rollout.errors import ReplicaFailure
 from makespan.rollout.replicas.base import Completion, Request, Sampling
 from makespan.rollout.replicas.vllm import VllmReplica, divide_cores
 from tests.conftest import host_config
+from tests.processes import descendants, wait_until_gone
 
 pytestmark = pytest.mark.vllm
 
@@ -185,43 +185,6 @@ def test_cores_are_divided_without_overlap():
 
 
 # Faults
-
-
-def descendants(pid: int) -> set[int]:
-    """Processes started by `pid`, directly or not."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, todo = set(), [pid]
-    while todo:
-        for child in children.get(todo.pop(), []):
-            found.add(child)
-            todo.append(child)
-    return found
-
-
-def alive(pids: set[int]) -> set[int]:
-    living = set()
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            living.add(pid)
-    return living
-
-
-def wait_until_gone(pids: set[int], timeout_s: float = 60.0) -> set[int]:
-    deadline = time.monotonic() + timeout_s
-    while (left := alive(pids)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left
 
 
 def test_a_killed_host_fails_its_requests_and_leaves_no_process(on_loop, embedded_model, tmp_path):
