@@ -43,3 +43,15 @@ def wait_until_gone(pids: set[int], timeout_s: float = 60.0) -> set[int]:
     while (left := alive(pids)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
+
+
+def mapped_shared_memory(pids: set[int]) -> set[str]:
+    """Names of the POSIX shared memory segments that processes have mapped."""
+    names = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        names |= {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line}
+    return names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import yaml
 
 from makespan.rollout.telemetry.merge import merge_directory
 
-from .processes import alive, descendants, wait_until_gone
+from .processes import alive, descendants, mapped_shared_memory, wait_until_gone
 
 pytestmark = pytest.mark.vllm
 
@@ -24,11 +23,6 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "bfcl.yaml"
 
 START_S = 240.0
 """A run must have begun its batch by then; about 30 s on two idle cores."""
-
-
-def shared_memory() -> set[str]:
-    """Segments of the kind that vLLM's processes leave when they are killed."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
 
 
 def start(directory: Path, *arguments: str, config: Path = EXAMPLE) -> subprocess.Popen[str]:
@@ -141,7 +135,6 @@ def test_the_batch_goes_on_when_one_session_raises_and_one_task_is_refused(tmp_p
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_run_that_is_ended_early_leaves_no_process_and_no_shared_memory(number, tmp_path):
     """Takes a start-up of vLLM: it protects the next run's memory, and partial results after Ctrl-C."""
-    before = shared_memory()
     process = start(tmp_path, "--set", "tasks=40", "--set", "admission.concurrency=4")
     deadline = time.monotonic() + START_S
     while "ready after" not in (process.stdout.readline() if process.stdout else ""):
@@ -149,11 +142,13 @@ def test_a_run_that_is_ended_early_leaves_no_process_and_no_shared_memory(number
     time.sleep(6.0)
     family = descendants(process.pid)
     assert len(family) >= 7  # the environment server's processes, two hosts, two engines, two workers
+    segments = mapped_shared_memory(family)
+    assert segments  # vLLM's message queues
     process.send_signal(number)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), errors
     assert not wait_until_gone(family), [Path(f"/proc/{pid}/cmdline").read_text() for pid in alive(family)]
-    assert shared_memory() <= before
+    assert not [name for name in segments if (Path("/dev/shm") / name).exists()]
     if number == signal.SIGINT:
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
         counts = summary["trajectories"]

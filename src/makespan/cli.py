@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from makespan import __version__
+from makespan.commands.ablate import add_ablate, run_ablate
+from makespan.commands.simulate import add_simulate, run_simulate
 from makespan.rollout.errors import MakespanError
 
 BAD_INPUT = 2
@@ -33,6 +35,13 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is installed, what works, and what to do about what does not")
     doctor.add_argument("--generate", action="store_true", help="also start a replica and generate (about 30 s)")
     _add_json(doctor)
+
+    simulate = commands.add_parser("simulate", help="run a batch in virtual time, through the policies that run live")
+    add_simulate(simulate)
+    _add_json(simulate)
+    ablate = commands.add_parser("ablate", help="compare policies on the same batches")
+    add_ablate(ablate)
+    _add_json(ablate)
 
     env = commands.add_parser("env", help="environment servers").add_subparsers(dest="env_command", required=True)
     serve = env.add_parser("serve", help="serve environments over ZeroMQ")
@@ -78,6 +87,10 @@ def _dispatch(options: argparse.Namespace) -> int:
         from makespan.commands.doctor import doctor
 
         return doctor(console, options.json, options.generate)
+    if options.command == "simulate":
+        return run_simulate(options, console)
+    if options.command == "ablate":
+        return run_ablate(options, console)
     if options.command == "env":
         from makespan.commands.env import serve, status
 

@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +21,13 @@ from tests.processes import descendants, wait_until_gone
 
 pytestmark = pytest.mark.vllm
 
-TOLERANCE = 1e-4
-"""Largest difference of a log-probability that counts as the same. On the CPU in bfloat16 it was measured as 0.0; one
-changed prompt token moves the largest difference above 0.01."""
+TOLERANCE = 0.02
+"""Largest difference of a log-probability that counts as the same; the token ids must be equal.
+
+The model's logits are bfloat16. Between 1 and 2 their last place is worth 0.0078, and how a prompt is cut into chunks,
+how many sequences share a step and which kernel the CPU picks decide now and then which way one is rounded: 0.0079 was
+the largest difference measured here (0.0 on another CPU).
+"""
 
 CHAINS, TURNS = 8, 3
 
@@ -42,17 +48,29 @@ def words(seed: int, count: int) -> list[int]:
     return [rng.randrange(3, 1000) for _ in range(count)]
 
 
-async def chains(replica: VllmReplica, concurrency: int, corrupt: bool = False) -> list[list[Completion]]:
+def one_token(prompt: list[int]) -> None:
+    """Corrupt one token, five before the end."""
+    prompt[-5] = 3 + (prompt[-5] - 2) % 997
+
+
+def stale_state(prompt: list[int]) -> None:
+    """Put another conversation's first block in place of this one's, as a hit on a wrong checkpoint would."""
+    prompt[:384] = words(1234, 384)
+
+
+async def chains(
+    replica: VllmReplica, concurrency: int, corrupt: Callable[[list[int]], None] | None = None
+) -> list[list[Completion]]:
     """Multi-turn conversations whose prompts extend what was generated, so many of them at once.
 
-    `corrupt` changes one token in the middle of the first chain's first prompt.
+    `corrupt` changes the first prompt of the chains with an even number.
     """
     gate = asyncio.Semaphore(concurrency)
 
     async def chain(index: int) -> list[Completion]:
         prompt, turns = words(index, 500 + 130 * index), []
-        if corrupt and index == 0:
-            prompt[250] = 3 + (prompt[250] - 2) % 997
+        if corrupt is not None and index % 2 == 0:
+            corrupt(prompt)
         async with gate:
             for turn in range(TURNS):
                 completion = await replica.generate(request(f"chain-{index}", list(prompt)))
@@ -99,10 +117,11 @@ def test_greedy_generation_does_not_depend_on_prefix_caching(engines, on_loop, r
     assert largest_difference(reference, uncached) <= TOLERANCE
 
 
-def test_one_corrupted_prompt_token_is_noticed(engines, on_loop, reference):
-    corrupted = on_loop(chains(engines["cached"], 8, corrupt=True))
-    assert largest_difference(reference, corrupted) > 100 * TOLERANCE
-    assert largest_difference(reference[1:], corrupted[1:]) <= TOLERANCE  # and only where it is
+@pytest.mark.parametrize("corrupt", [one_token, stale_state])
+def test_one_corrupted_token_or_state_is_noticed(engines, on_loop, reference, corrupt):
+    corrupted = on_loop(chains(engines["cached"], 8, corrupt))
+    assert largest_difference(reference[0::2], corrupted[0::2]) > TOLERANCE
+    assert largest_difference(reference[1::2], corrupted[1::2]) <= TOLERANCE  # and only where it is
 
 
 def test_the_next_turn_hits_the_whole_blocks_of_the_last_prompt(engines, on_loop):
@@ -190,7 +209,7 @@ def test_cores_are_divided_without_overlap():
 def test_a_killed_host_fails_its_requests_and_leaves_no_process(on_loop, embedded_model, tmp_path):
     """Takes a start-up of vLLM: it protects against engines that go on using a GPU after their run is over."""
 
-    async def go() -> tuple[set[int], ReplicaFailure]:
+    async def go() -> tuple[set[int], ReplicaFailure, tuple[str, ...]]:
         replica = await VllmReplica.start("victim", host_config(embedded_model), tmp_path / "victim.log", 300.0)
         host = replica._process.pid
         family = {host, *descendants(host)}
@@ -203,14 +222,14 @@ def test_a_killed_host_fails_its_requests_and_leaves_no_process(on_loop, embedde
         with pytest.raises(ReplicaFailure, match="not running"):
             await replica.generate(request("victim", words(1, 100)))
         await replica.close()
-        return family, caught.value
+        return family, caught.value, replica.ready.shared_memory
 
-    before = set(os.listdir("/dev/shm"))
-    family, failure = on_loop(go())
+    family, failure, segments = on_loop(go())
     assert failure.retryable
     assert "replica victim died" in str(failure)
     assert not wait_until_gone(family)
-    assert not {name for name in os.listdir("/dev/shm") if name.startswith("psm_")} - before
+    assert segments  # else the next line would test nothing
+    assert not [name for name in segments if (Path("/dev/shm") / name).exists()]
 
 
 def test_an_engine_that_cannot_start_says_why(on_loop, embedded_model, tmp_path):

@@ -1,0 +1,143 @@
+"""`makespan simulate`: one batch in virtual time, through the engine, the gates and the policies that run live."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from makespan.commands.workload import add_workload, describe, resolve
+from makespan.rollout.admission import ADMISSION
+from makespan.rollout.replay.recorder import Recorder
+from makespan.rollout.replay.trace import Trace
+from makespan.rollout.routing import ROUTERS
+from makespan.rollout.scheduling import ACTION_KEYS, ORACLE
+from makespan.rollout.simulation.batch import Policies, simulate
+from makespan.rollout.simulation.ladder import oversampling
+from makespan.rollout.telemetry.analysis import BatchAnalysis, analyse
+from makespan.rollout.telemetry.merge import merge
+
+SIMULATE_VERSION = 1
+
+
+def add_simulate(command: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_workload(command)
+    command.add_argument("--seed", type=int, default=0, help="of the batch and of every tie (default: 0)")
+    command.add_argument("--admission", default="everything", help=f"{', '.join(ADMISSION)} (default: everything)")
+    command.add_argument("--concurrency", type=int, help="trajectories at once, for `fixed` (for `coupled`: the slots)")
+    command.add_argument("--routing", default="sticky-least-inflight", help=", ".join(ROUTERS))
+    command.add_argument("--scheduling", default="fifo", help=f"{', '.join([*ACTION_KEYS, ORACLE])} (default: fifo)")
+    command.add_argument("--needed", type=int, help="oversample-cut: stop when so many trajectories have finished")
+    command.add_argument("--events", type=Path, metavar="PATH", help="keep the event log")
+    command.add_argument("--record", type=Path, metavar="PATH", help="write the batch as a trace (.gz: zipped)")
+
+
+def run_simulate(options: argparse.Namespace, console: Console) -> int:
+    """Run the command; returns the exit code. Raises `MakespanError`."""
+    work, hardware = resolve(options)
+    concurrency = options.concurrency
+    if options.admission == "coupled" and concurrency is None:
+        concurrency = hardware.slots
+    policies = Policies(
+        admission=options.admission,
+        concurrency=concurrency,
+        routing=options.routing,
+        scheduling=options.scheduling,
+        needed=options.needed,
+    )
+    batch = work.batch(options.seed)
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="makespan-") as directory:
+        path = options.events or Path(directory) / "engine.jsonl"
+        simulate(batch, hardware, policies, seed=options.seed, log_path=path)
+        log = merge([path])
+    if options.record is not None:
+        Recorder(log, source=f"simulation of {batch.header.source or work.name}").write(options.record)
+    analysis = analyse(log)
+    discarded, kept_length = oversampling(log, batch)
+    figures = {
+        "version": SIMULATE_VERSION,
+        "workload": work.name,
+        "seed": options.seed,
+        "trace": msgspec.to_builtins(batch.header),
+        "hardware": msgspec.to_builtins(hardware),
+        "policies": msgspec.to_builtins(policies),
+        **msgspec.to_builtins(analysis),
+        "discarded_tokens": discarded,
+        "kept_length_ratio": kept_length,
+        "simulated_in_s": time.monotonic() - began_s,
+    }
+    write_json(options.json, figures)
+    console.print(f"{work.name}: {len(batch.trajectories)} trajectories on {describe(hardware)}", soft_wrap=True)
+    _show(console, batch, analysis, policies, discarded, kept_length)
+    return 0
+
+
+def write_json(path: str | None, figures: dict[str, Any]) -> None:
+    """Write figures where `--json` says."""
+    if path is None:
+        return
+    encoded = msgspec.json.format(msgspec.json.encode(figures), indent=2)
+    if path == "-":
+        sys.stdout.write(encoded.decode() + "\n")
+    else:
+        Path(path).write_bytes(encoded + b"\n")
+
+
+def _show(
+    console: Console, batch: Trace, analysis: BatchAnalysis, policies: Policies, discarded: int, kept_length: float
+) -> None:
+    table = Table(show_header=False)
+    for name, value in _rows(analysis):
+        table.add_row(name, value)
+    if policies.needed is not None:
+        table.add_row("discarded tokens", f"{discarded:,}")
+        table.add_row("length of what was kept", f"{kept_length:.2f} of the mean")
+    console.print(table)
+    for assumption in batch.header.assumptions:
+        console.print(f"assumed: {assumption}", soft_wrap=True)
+    for reason, count in batch.header.dropped.items():
+        console.print(f"left out: {count} trajectories ({reason})", soft_wrap=True)
+
+
+def _rows(analysis: BatchAnalysis) -> list[tuple[str, str]]:
+    bounds, phases, tokens, tail = analysis.bounds_s, analysis.phases_s, analysis.tokens, analysis.tail_s
+    over = analysis.makespan_s / analysis.lower_bound_s if analysis.lower_bound_s else float("nan")
+    states = ", ".join(f"{name} {count}" for name, count in sorted(analysis.states.items()))
+    rows = [
+        ("makespan", f"{analysis.makespan_s:,.1f} s ({over:.2f} times the lower bound)"),
+        ("trajectories", states),
+        *((f"failed: {kind}", f"{count}") for kind, count in sorted(analysis.failures.items())),
+        *((f"lower bound, slots {name}", f"{value:,.1f} s") for name, value in bounds.slots.items()),
+        ("lower bound, inference", _seconds(bounds.inference)),
+        ("lower bound, longest chain", _seconds(bounds.chain)),
+        ("tail after 90% / 99%", f"{_seconds(tail.after_90)} / {_seconds(tail.after_99)}"),
+        ("prompt tokens", f"{tokens.prompt:,}, {tokens.cached or 0:,} cached, {tokens.recomputed or 0:,} recomputed"),
+        ("generated tokens", f"{tokens.generated:,}"),
+        ("preemptions", f"{analysis.preemptions:,}"),
+    ]
+    for name, figures in analysis.slot_classes.items():
+        used = "" if figures.utilisation is None else f", used {figures.utilisation:.0%}"
+        rows.append((f"slots {name}", f"{figures.actions:,} actions{used}"))
+    for name, value in msgspec.structs.asdict(phases).items():
+        rows.append((f"all: {name.replace('_', ' ')}", _seconds(value)))
+    if (chain := analysis.last_chain) is not None:
+        rows.append(("last chain", f"{chain.trajectory_id}, {chain.turns} turns"))
+        rows += [
+            (f"  {name.replace('_', ' ')}", _seconds(value))
+            for name, value in msgspec.structs.asdict(chain).items()
+            if name not in ("trajectory_id", "turns")
+        ]
+    return rows
+
+
+def _seconds(value: float | None) -> str:
+    return "not measured" if value is None else f"{round(value, 1) + 0.0:,.1f} s"  # and never -0.0
