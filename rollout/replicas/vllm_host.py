@@ -129,8 +129,13 @@ def engine_arguments(config: HostConfig) -> Any:
 
 
 def sampling_params(sampling: Sampling) -> Any:
-    """vLLM's parameters for ours: one final output, no detokenization, the sampled token's log-probability."""
+    """vLLM's parameters for ours: one final output, no detokenization, the sampled token's log-probability.
+
+    Seeds are left out on the CPU: vLLM 0.30 takes back a draw by moving the generator's offset whenever a prompt is
+    prefilled in more than one step, and CPU generators have no offset, so a seeded request can kill the engine.
+    """
     from vllm import SamplingParams
+    from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
@@ -138,7 +143,7 @@ def sampling_params(sampling: Sampling) -> Any:
         min_tokens=sampling.min_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        seed=sampling.seed,
+        seed=None if current_platform.is_cpu() else sampling.seed,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         logprobs=0,
@@ -266,12 +271,14 @@ class Host:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the engine's own errors have no common base: each is an answer to this request
+            if self._engine.errored:
+                raise  # no request will ever be answered again: this process ends, and the run asks another replica
             self.send(RequestFailed(request.request_id, f"{type(error).__name__}: {error}"))
         finally:
             self._tasks.pop(request.request_id, None)
 
     async def run(self, stdin: asyncio.StreamReader) -> None:
-        """Serve until standard input ends."""
+        """Serve until standard input ends. Raises when the engine dies."""
         decoder = msgspec.msgpack.Decoder(ToHost)
         async with asyncio.TaskGroup() as tasks:
             while (body := await read_body(stdin)) is not None:
@@ -315,7 +322,7 @@ async def _main(host: Host, ready: threading.Event) -> int:
         await asyncio.wait([serving])
     finally:
         host.shutdown()
-    return 0
+    return 1 if not serving.cancelled() and serving.exception() is not None else 0
 
 
 def main() -> int:

@@ -235,8 +235,9 @@ def make_run_directory(parent: Path, name: str) -> Path:
 
 def load_tokenizer(model: Path) -> Tokenizer:
     """The model's tokenizer. Raises `ConfigError` when the directory has none that transformers can read."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, logging
 
+    logging.set_verbosity_error()
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
