@@ -279,31 +279,35 @@ async def measure(rounds: int, seconds: float, python: str | None, sessions: int
     echoes: list[float] = []
     blocking_echoes: list[float] = []
     slots = {"noop.start": SESSIONS, "noop.step": SESSIONS}
-    with echo_server("echo-asyncio") as echo_port, echo_server("echo-blocking") as blocking_port:
-        for _ in range(rounds):
-            echoes.append(await echo_rtt_s(echo_port))
-            blocking_echoes.append(await echo_rtt_s(blocking_port))
-            async with noop_server(slots) as address:
+    with contextlib.ExitStack() as servers:
+        echo_port = servers.enter_context(echo_server("echo-asyncio"))
+        blocking_port = servers.enter_context(echo_server("echo-blocking"))
+        openenv_port = None if python is None else servers.enter_context(openenv_server(python))
+        async with noop_server(slots) as address:
+            for _ in range(rounds):
+                echoes.append(await echo_rtt_s(echo_port))
                 driver = (sys.executable, __file__, "--role", "drive", "--address", address, "--seconds", str(seconds))
                 ours.append(await run_child(*driver))
-            echoes.append(await echo_rtt_s(echo_port))
-            if python is not None:
-                with openenv_server(python) as port:
-                    script = str(HERE / "noop_openenv.py")
-                    theirs.append(await run_child(python, script, "drive", str(port), str(SESSIONS), str(seconds)))
-    rate = statistics.median(one["rate"] for one in ours)
-    rtt_s = statistics.median(one["rtt_s"] for one in ours)
-    echo_s = statistics.median(echoes)
-    openenv_rate = statistics.median(one["rate"] for one in theirs) if theirs else None
+                blocking_echoes.append(await echo_rtt_s(blocking_port))
+                if python is not None:
+                    driver = (python, str(HERE / "noop_openenv.py"), "drive", str(openenv_port), str(SESSIONS))
+                    theirs.append(await run_child(*driver, str(seconds)))
+    rtt_ratio = statistics.median(one["rtt_s"] / echo_s for one, echo_s in zip(ours, echoes, strict=True))
+    rate_ratio = openenv_rate = openenv_rtt_ms = None
+    if theirs:  # each round's two sides ran one after the other: the ratio is theirs, whatever else the machine did
+        rate_ratio = statistics.median(one["rate"] / other["rate"] for one, other in zip(ours, theirs, strict=True))
+        openenv_rate = statistics.median(one["rate"] for one in theirs)
+        openenv_rtt_ms = 1e3 * statistics.median(one["rtt_s"] for one in theirs)
     return {
         "sessions": SESSIONS,
-        "rate_per_s": rate,
+        "rounds": rounds,
+        "rate_per_s": statistics.median(one["rate"] for one in ours),
         "openenv_rate_per_s": openenv_rate,
-        "rate_ratio_openenv": rate / openenv_rate if openenv_rate else None,
-        "rtt_ms": 1e3 * rtt_s,
-        "openenv_rtt_ms": 1e3 * statistics.median(one["rtt_s"] for one in theirs) if theirs else None,
-        "echo_rtt_ms": 1e3 * echo_s,
-        "rtt_ratio_echo": rtt_s / echo_s,
+        "rate_ratio_openenv": rate_ratio,
+        "rtt_ms": 1e3 * statistics.median(one["rtt_s"] for one in ours),
+        "openenv_rtt_ms": openenv_rtt_ms,
+        "echo_rtt_ms": 1e3 * statistics.median(echoes),
+        "rtt_ratio_echo": rtt_ratio,
         "blocking_echo_rtt_ms": 1e3 * statistics.median(blocking_echoes),
         "gate_decision_p99_ms": gate_decision_p99_ms(),
         **(await hold(sessions, queued)),
@@ -356,7 +360,7 @@ def main() -> int:
     if options.role == "drive":
         print(json.dumps(asyncio.run(drive(options.address, SESSIONS, options.seconds))))
         return 0
-    rounds, seconds, sessions, queued = (1, 2.0, 1_000, 5_000) if options.quick else (5, 4.0, 10_000, 50_000)
+    rounds, seconds, sessions, queued = (3, 1.0, 1_000, 5_000) if options.quick else (15, 2.0, 10_000, 50_000)
     python = openenv_python(options.openenv_python)
     figures = asyncio.run(measure(rounds, seconds, python, sessions, queued))
     figures["bars"] = bars(figures, options.quick)

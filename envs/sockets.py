@@ -6,7 +6,7 @@
   until the socket was read to its end. So every turn reads until the socket is empty, and every send schedules one more
   look.
 - What wakes a process costs more than what it then does, so frames for one peer that are sent in one turn of the loop
-  travel as one message of several parts. A frame that is sent alone leaves at once.
+  travel as one message of several parts. Where frames come one by one, each leaves at once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class _LoopSocket:
         self._outbox: dict[bytes, list[bytes]] = {}
         self._scheduled = False
         self._reading = False
+        self._bursts = False
+        """Whether the last frames travelled together: then it pays to collect the next ones for a turn."""
         self._closed = False
         self._loop.add_reader(self._fd, self._turn)
         self._schedule()
@@ -48,7 +50,7 @@ class _LoopSocket:
     def _post(self, peer: bytes, frame: bytes) -> None:
         if self._closed:
             return
-        if self._reading or self._scheduled:  # others may follow: `_turn` sends them together
+        if self._reading or self._scheduled or self._bursts:  # others may follow: `_turn` sends them together
             self._outbox.setdefault(peer, []).append(frame)
         else:
             self._transmit(peer, [frame])
@@ -103,6 +105,7 @@ class _LoopSocket:
 
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, {}
+        self._bursts = any(len(frames) > 1 for frames in outbox.values())
         for peer, frames in outbox.items():
             for first in range(0, len(frames), BATCH_FRAMES):
                 self._transmit(peer, frames[first : first + BATCH_FRAMES])

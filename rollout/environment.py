@@ -106,7 +106,10 @@ class SyncEnvironment(Protocol):
 
 
 class ActionTiming(msgspec.Struct, frozen=True):
-    """How long an action waited for its slot and how long it held it, measured by the owner of the slots."""
+    """How long an action waited for its slot and how long it held it, measured by the owner of the slots.
+
+    An empty `slot_class` says that no slot was needed, because nothing was done.
+    """
 
     slot_class: str
     queue_s: float

@@ -153,6 +153,24 @@ def test_nobody_at_the_address_is_an_error_after_the_stated_time() -> None:
     asyncio.run(main())
 
 
+def test_a_server_that_is_gone_is_unreachable_after_a_lease(serve: Any, counting_task: Tasks) -> None:
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            async with serve() as address:
+                client = await stack.enter_async_context(EnvClient(address, job="test", lease_s=2.0))
+                session, _, _ = await open_session(client, counting_task("a", step_s=60.0))
+                running = asyncio.create_task(step(session))
+                await asyncio.sleep(0.5)
+            for lost in (running, asyncio.create_task(step(session))):
+                with pytest.raises(EnvironmentFailure) as failure:
+                    await asyncio.wait_for(lost, 8.0)
+                # A server that ends in order may still say that the step was cut short.
+                assert failure.value.kind in {"unreachable", "unknown_outcome", "unknown_session"}
+            assert failure.value.kind == "unreachable"
+
+    asyncio.run(main())
+
+
 def test_one_client_object_works_in_several_loops_in_sequence(serve: Any, counting_task: Tasks) -> None:
     async def use(client: EnvClient, name: str) -> str:
         async with client:
