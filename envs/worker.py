@@ -51,7 +51,7 @@ ENDED_REMEMBERED = 65_536
 """Names of stopped sessions that are kept, to recognise a late copy of their start."""
 
 
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the broker is and what to host."""
 
     broker: str

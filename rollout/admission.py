@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 
 from makespan.rollout.errors import ConfigError, nearest
+from makespan.rollout.trajectory import TrajectoryResult, TrajectoryState
 
 
 class AdmissionStatistics(msgspec.Struct, frozen=True):
@@ -108,7 +109,51 @@ class Admission:
                 ticket.set_result(None)
 
 
-ADMISSION: dict[str, Callable[[int | None], AdmissionPolicy]] = {"fixed": FixedConcurrency}
+def _everything(concurrency: int | None) -> AdmissionPolicy:
+    """All trajectories at once, whatever the memory: what a trainer without admission control does."""
+    if concurrency is not None:
+        raise ConfigError(
+            f"admission.concurrency: 'everything' admits all at once, so it must be null, not {concurrency}"
+        )
+    return FixedConcurrency(None)
+
+
+def _coupled(concurrency: int | None) -> AdmissionPolicy:
+    """As many trajectories as there are environment slots.
+
+    A trajectory that holds its slot from start to end (a sandbox a rollout, a semaphore around the whole loop) keeps
+    everyone else out for as long, inference included; the slots then never make anybody wait, and half of them idle.
+    """
+    if concurrency is None:
+        raise ConfigError("admission.concurrency: 'coupled' needs the number of environment slots here, not null")
+    return FixedConcurrency(concurrency)
+
+
+class OversampleCut:
+    """Stops a batch when enough trajectories have finished; what still runs is thrown away.
+
+    Starting more than are needed hides stragglers and pays twice: in the tokens of those that are cut, and in what is
+    kept being the short ones. To be passed to `RolloutEngine.run` as `on_end`, with the engine's `stop`.
+    """
+
+    def __init__(self, needed: int, stop: Callable[[], None]) -> None:
+        if needed < 1:
+            raise ConfigError(f"oversampling needs at least 1 trajectory to keep, not {needed}")
+        self._needed = needed
+        self._stop = stop
+
+    def __call__(self, result: TrajectoryResult) -> None:
+        if result.state in (TrajectoryState.FINISHED, TrajectoryState.TRUNCATED):
+            self._needed -= 1
+            if self._needed == 0:
+                self._stop()
+
+
+ADMISSION: dict[str, Callable[[int | None], AdmissionPolicy]] = {
+    "fixed": FixedConcurrency,
+    "everything": _everything,
+    "coupled": _coupled,
+}
 """Admission policies by the name that a configuration uses."""
 
 

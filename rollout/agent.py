@@ -8,7 +8,7 @@ trajectory measures the system, and its reward says nothing of the model.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -18,7 +18,7 @@ from makespan.rollout.environment import EnvironmentFailure
 from makespan.rollout.replicas.base import Completion, Sampling
 from makespan.rollout.trajectory import Trajectory
 
-ActionSource = Literal["model", "script"]
+ActionSource = Literal["model", "script", "trace"]
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Reply(msgspec.Struct, frozen=True):
     """
 
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     logprobs: list[float] | None
 
 

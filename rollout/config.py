@@ -104,6 +104,9 @@ class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Inferences of one trajectory."""
     trajectory_timeout_s: Seconds | None = 600.0
     """From a trajectory's admission to its end."""
+    restarts: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """How often a trajectory begins again from its reset when a worker died under it; 0: it fails. What its actions did
+    outside of the environment is not undone."""
 
 
 class RunConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ message: its end-of-turn mark, the new messages and the opening of the next assi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any, Protocol
 
 from makespan.rollout.environment import Message
@@ -30,6 +30,18 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> Any: ...
+
+
+class ContextBuilder(Protocol):
+    """What the engine needs of a conversation: how messages become the tokens of a context."""
+
+    def new_context(self) -> MutableSequence[int]:
+        """An empty context, of whatever type of sequence this builder's tokens are kept in."""
+        ...
+
+    def first_prompt(self, messages: Sequence[Message]) -> Sequence[int]: ...
+
+    def extension(self, generated: Sequence[int], messages: Sequence[Message]) -> Sequence[int]: ...
 
 
 class Conversation:
@@ -72,6 +84,10 @@ class Conversation:
             if not text and self._turn_end[0] not in marks:  # a special token, so not a part of any text
                 marks.append(self._turn_end[0])
         return tuple(marks)
+
+    def new_context(self) -> list[int]:
+        """A context without tokens."""
+        return []
 
     def first_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation's beginning, up to where the assistant speaks."""

@@ -17,10 +17,9 @@ import msgspec
 
 from makespan.rollout.admission import Admission
 from makespan.rollout.agent import Agent, Reply
-from makespan.rollout.conversation import Conversation
+from makespan.rollout.conversation import ContextBuilder
 from makespan.rollout.environment import (
     Action,
-    ActionTiming,
     EnvironmentBackend,
     EnvironmentFailure,
     Message,
@@ -31,6 +30,7 @@ from makespan.rollout.errors import MakespanError, ReplicaFailure
 from makespan.rollout.replicas.base import Completion, Replica, Request, Sampling
 from makespan.rollout.routing import Router, RouteRequest
 from makespan.rollout.scheduling import ActionKey
+from makespan.rollout.telemetry import entries
 from makespan.rollout.telemetry.events import EventLog
 from makespan.rollout.trajectory import (
     TERMINAL,
@@ -54,6 +54,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and generated tokens together; at most the model's own limit."""
     trajectory_timeout_s: float | None
     """From admission to the end; None: no limit."""
+    restarts: int = 0
+    """How often a trajectory whose environment session was lost begins again from its reset; 0: it fails."""
+
+
+LOST_SESSION = frozenset({"unknown_outcome", "unknown_session"})
+"""Failures after which the session is gone and its last action may have happened: it cannot go on, only begin again."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +86,7 @@ class RolloutEngine:
         admission: Admission,
         environments: EnvironmentBackend,
         agent: Agent,
-        conversation: Conversation,
+        conversation: ContextBuilder,
         action_key: ActionKey,
         limits: Limits,
         events: EventLog,
@@ -107,14 +113,12 @@ class RolloutEngine:
     ) -> list[TrajectoryResult]:
         """Attempt each task `samples_per_task` times; the samples of a task are a group.
 
+        A task that stands in `tasks` more than once has so many times more samples.
+
         Returns one result for each trajectory, in the order of tasks and samples. `on_end` is called with each as it
         ends.
         """
-        self._trajectories = [
-            Trajectory(f"{task.task_id}#{sample}", task, group=task.task_id)
-            for task in tasks
-            for sample in range(samples_per_task)
-        ]
+        self._trajectories = self._make_trajectories(tasks, samples_per_task)
         self._stopping = False
         self._events.emit(
             "batch_start",
@@ -122,6 +126,8 @@ class RolloutEngine:
             replicas=sorted(self._replicas),
             concurrency=self._admission.statistics().concurrency,
             source=self._agent.source,
+            max_turns=self._limits.max_turns,
+            max_context_tokens=self._limits.max_context_tokens,
         )
         for trajectory in self._trajectories:
             self._events.emit(
@@ -132,6 +138,18 @@ class RolloutEngine:
         self._events.emit("batch_end", stopped=self._stopping)
         self._events.flush()
         return [trajectory.result() for trajectory in self._trajectories]
+
+    def _make_trajectories(self, tasks: Sequence[Task], samples_per_task: int) -> list[Trajectory]:
+        samples: dict[str, int] = {}
+        trajectories = []
+        for task in tasks:
+            first = samples.get(task.task_id, 0)
+            samples[task.task_id] = first + samples_per_task
+            trajectories += [
+                Trajectory(f"{task.task_id}#{number}", task, task.task_id, self._conversation.new_context())
+                for number in range(first, first + samples_per_task)
+            ]
+        return trajectories
 
     def stop(self) -> None:
         """End the batch now: what has not ended is cancelled, and `run` returns what there is."""
@@ -167,7 +185,7 @@ class RolloutEngine:
                     if self._limits.trajectory_timeout_s is not None:
                         now = asyncio.get_running_loop().time()
                         deadline.reschedule(now + self._limits.trajectory_timeout_s)
-                    await self._attempt(trajectory)
+                    await self._live(trajectory)
         except EnvironmentFailure as failure:
             _end_early(trajectory, TrajectoryState.FAILED, failure.kind, str(failure))
         except MakespanError as failure:
@@ -185,25 +203,32 @@ class RolloutEngine:
         finally:
             self._router.finish(trajectory.trajectory_id)
             if trajectory.state in TERMINAL:  # else an error of ours is on its way up
-                self._emit_end(trajectory)
+                entries.end(self._events, trajectory)
         if on_end is not None:
             on_end(trajectory.result())
 
-    def _emit_end(self, trajectory: Trajectory) -> None:
-        result = trajectory.result()
-        self._events.emit(
-            "ended",
-            trajectory.trajectory_id,
-            state=result.state.value,
-            reward=result.reward,
-            turns=len(result.turns),
-            generated_tokens=trajectory.generated_tokens,
-            context_tokens=len(trajectory.context_ids),
-            failure=None if result.failure is None else msgspec.structs.asdict(result.failure),
-        )
-
-    async def _attempt(self, trajectory: Trajectory) -> None:
+    async def _live(self, trajectory: Trajectory) -> None:
+        """Attempt the task, and again from its reset when the environment lost the session and restarts are left."""
         started_s = asyncio.get_running_loop().time()
+        while True:
+            try:
+                await self._attempt(trajectory, started_s)
+            except EnvironmentFailure as failure:
+                lost = failure.kind in LOST_SESSION and trajectory.state not in TERMINAL
+                if not lost or trajectory.restarts >= self._limits.restarts:
+                    raise
+                self._events.emit(
+                    "restarted",
+                    trajectory.trajectory_id,
+                    turn=len(trajectory.turns),
+                    kind=failure.kind,
+                    message=str(failure),
+                )
+                trajectory.restart(self._conversation.new_context())
+            else:
+                return
+
+    async def _attempt(self, trajectory: Trajectory, started_s: float) -> None:
         session = await self._reset(trajectory, started_s)
         try:
             while trajectory.state not in TERMINAL:
@@ -216,10 +241,14 @@ class RolloutEngine:
         start_s = asyncio.get_running_loop().time()
         progress = self._progress(trajectory, started_s)
         session, observation, timing = await self._environments.open(
-            trajectory.trajectory_id, trajectory.task, key=self._action_key(progress), progress=progress
+            trajectory.trajectory_id,
+            trajectory.task,
+            key=self._action_key(trajectory.trajectory_id, progress),
+            progress=progress,
         )
         try:
-            self._emit_action("reset", trajectory, timing, start_s, turn=0)
+            trajectory.environment_s += timing.service_s
+            entries.action(self._events, "reset", trajectory, timing, start_s, turn=0)
             trajectory.first_prompt = _texts(observation.messages)
             trajectory.append(Segment(self._conversation.first_prompt(observation.messages), generated=False))
         except BaseException:
@@ -280,7 +309,7 @@ class RolloutEngine:
         while True:
             replica_id = self._router.route(route)
             request = Request(
-                request_id=f"{trajectory.trajectory_id}/{turn}/{attempt}",
+                request_id=f"{trajectory.trajectory_id}/{trajectory.restarts}/{turn}/{attempt}",
                 trajectory_id=trajectory.trajectory_id,
                 turn=turn,
                 prompt_ids=trajectory.context_ids,
@@ -300,7 +329,7 @@ class RolloutEngine:
                 continue
             finally:
                 self._router.release(replica_id)
-            self._emit_generate(trajectory, turn, replica_id, completion, start_s)
+            entries.inference(self._events, trajectory, turn, replica_id, completion, start_s)
             return replica_id, completion
 
     async def _act(
@@ -308,8 +337,11 @@ class RolloutEngine:
     ) -> StepResult:
         progress = self._progress(trajectory, started_s)
         start_s = asyncio.get_running_loop().time()
-        result, timing = await session.step(Action(reply.text), key=self._action_key(progress), progress=progress)
-        self._emit_action("act", trajectory, timing, start_s, turn=turn)
+        result, timing = await session.step(
+            Action(reply.text), key=self._action_key(trajectory.trajectory_id, progress), progress=progress
+        )
+        trajectory.environment_s += timing.service_s
+        entries.action(self._events, "act", trajectory, timing, start_s, turn=turn)
         return result
 
     def _progress(self, trajectory: Trajectory, started_s: float) -> Progress:
@@ -322,40 +354,6 @@ class RolloutEngine:
             max_turns=self._limits.max_turns,
             max_tokens=self._limits.max_context_tokens,
             group=trajectory.group,
-        )
-
-    # Events
-
-    def _emit_generate(
-        self, trajectory: Trajectory, turn: int, replica_id: str, completion: Completion, start_s: float
-    ) -> None:
-        cached = completion.cached_tokens
-        self._events.emit(
-            "generate",
-            trajectory.trajectory_id,
-            turn=turn,
-            replica=replica_id,
-            start_s=start_s,
-            prompt_tokens=len(trajectory.context_ids),
-            generated_tokens=len(completion.token_ids),
-            cached_tokens=cached,
-            recomputed_tokens=None if cached is None else max(0, trajectory.computed_tokens - cached),
-            preemptions=completion.preemptions,
-            queue_s=completion.queue_s,
-            prefill_s=completion.prefill_s,
-            decode_s=completion.decode_s,
-        )
-
-    def _emit_action(self, kind: str, trajectory: Trajectory, timing: ActionTiming, start_s: float, turn: int) -> None:
-        trajectory.environment_s += timing.service_s
-        self._events.emit(
-            kind,
-            trajectory.trajectory_id,
-            turn=turn,
-            start_s=start_s,
-            slot_class=timing.slot_class,
-            queue_s=timing.queue_s,
-            service_s=timing.service_s,
         )
 
 
@@ -372,6 +370,9 @@ def _texts(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
 def _count_computed(trajectory: Trajectory, completion: Completion, reply: Reply) -> None:
     """Note how much of the context a replica has now computed: the prompt, and what it generated as far as the context
     goes on with the same tokens; the last token's own state is not computed until the next turn."""
+    if reply.token_ids is completion.token_ids:
+        trajectory.computed_tokens = len(trajectory.context_ids) + max(0, len(completion.token_ids) - 1)
+        return
     same = 0
     for generated, kept in zip(completion.token_ids[:-1], reply.token_ids, strict=False):
         if generated != kept:

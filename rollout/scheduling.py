@@ -2,6 +2,11 @@
 
 A key is a number computed where the batch is known (the engine's side) from a trajectory's progress; the gate serves
 the smallest key first and, among equal keys, the one that came first.
+
+The baselines. `fifo` is first come, first served. `progress` serves the chain with the most turns behind it, which is
+right when the longer a chain has run the longer it still will (a decreasing hazard), and `least-progress` the one with
+the fewest, which is right in the opposite case (R. Weber, J. Appl. Prob. 19:167-182, 1982). `oracle` knows how long
+every chain still takes and serves the longest first; it needs a trace, and bounds what ordering alone can gain.
 """
 
 from __future__ import annotations
@@ -11,21 +16,52 @@ from collections.abc import Callable
 from makespan.rollout.errors import ConfigError, nearest
 from makespan.rollout.trajectory import Progress
 
-ActionKey = Callable[[Progress], float]
-"""An action policy: the key of a trajectory's next action."""
+ActionKey = Callable[[str, Progress], float]
+"""An action policy: the key of the next action of the trajectory of this id."""
+
+RemainingSeconds = Callable[[str, int], float]
+"""True seconds that a trajectory would still take alone, from the action of this turn on."""
 
 
-def fifo(progress: Progress) -> float:
+def fifo(trajectory_id: str, progress: Progress) -> float:
     """First come, first served: all keys are equal."""
     return 0.0
 
 
-ACTION_KEYS: dict[str, ActionKey] = {"fifo": fifo}
+def most_progress(trajectory_id: str, progress: Progress) -> float:
+    """The trajectory with the most turns goes first."""
+    return -float(progress.turns)
+
+
+def least_progress(trajectory_id: str, progress: Progress) -> float:
+    """The trajectory with the fewest turns goes first."""
+    return float(progress.turns)
+
+
+def oracle(remaining_s: RemainingSeconds) -> ActionKey:
+    """The longest remaining processing time first, by times that nobody knows outside a replay."""
+
+    def key(trajectory_id: str, progress: Progress) -> float:
+        return -remaining_s(trajectory_id, progress.turns)
+
+    return key
+
+
+ACTION_KEYS: dict[str, ActionKey] = {"fifo": fifo, "progress": most_progress, "least-progress": least_progress}
 """Action policies by the name that a configuration uses."""
 
+ORACLE = "oracle"
 
-def action_key(name: str) -> ActionKey:
-    """The policy of this name. Raises `ConfigError` for an unknown one."""
+
+def action_key(name: str, remaining_s: RemainingSeconds | None = None) -> ActionKey:
+    """The policy of this name. `remaining_s` is what `oracle` knows, where a trace tells it.
+
+    Raises `ConfigError` for an unknown name, and for the oracle without a trace.
+    """
+    if name == ORACLE:
+        if remaining_s is None:
+            raise ConfigError("scheduling.policy: 'oracle' knows the future from a trace; a live run has none")
+        return oracle(remaining_s)
     if name not in ACTION_KEYS:
-        raise ConfigError(f"scheduling.policy: unknown policy {name!r}{nearest(name, ACTION_KEYS)}")
+        raise ConfigError(f"scheduling.policy: unknown policy {name!r}{nearest(name, [*ACTION_KEYS, ORACLE])}")
     return ACTION_KEYS[name]

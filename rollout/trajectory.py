@@ -5,10 +5,13 @@ only way to change state and refuses what the table `TRANSITIONS` does not allow
 one state:
 
     pending -> resetting -> generating <-> acting -> finished | truncated | failed | cancelled
+
+A lost environment session leads from acting, or from resetting, back to resetting.
 """
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -68,10 +71,15 @@ _ENDS_EARLY = frozenset({TrajectoryState.FAILED, TrajectoryState.CANCELLED})
 
 TRANSITIONS: dict[TrajectoryState, frozenset[TrajectoryState]] = {
     TrajectoryState.PENDING: _ENDS_EARLY | {TrajectoryState.RESETTING},
-    TrajectoryState.RESETTING: _ENDS_EARLY | {TrajectoryState.GENERATING},
+    TrajectoryState.RESETTING: _ENDS_EARLY | {TrajectoryState.GENERATING, TrajectoryState.RESETTING},
     TrajectoryState.GENERATING: _ENDS_EARLY | {TrajectoryState.ACTING, TrajectoryState.TRUNCATED},
     TrajectoryState.ACTING: _ENDS_EARLY
-    | {TrajectoryState.GENERATING, TrajectoryState.FINISHED, TrajectoryState.TRUNCATED},
+    | {
+        TrajectoryState.GENERATING,
+        TrajectoryState.FINISHED,
+        TrajectoryState.TRUNCATED,
+        TrajectoryState.RESETTING,
+    },
     TrajectoryState.FINISHED: frozenset(),
     TrajectoryState.TRUNCATED: frozenset(),
     TrajectoryState.FAILED: frozenset(),
@@ -82,7 +90,7 @@ TRANSITIONS: dict[TrajectoryState, frozenset[TrajectoryState]] = {
 class Segment(msgspec.Struct, frozen=True):
     """A stretch of a trajectory's context: given tokens (`logprobs` None, not trained on) or the agent's."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     generated: bool
     logprobs: list[float] | None = None
 
@@ -127,7 +135,9 @@ class TrajectoryResult(msgspec.Struct, frozen=True, kw_only=True):
 class Trajectory:
     """A trajectory in progress: its state, its context and its turns. Moved by the engine only."""
 
-    def __init__(self, trajectory_id: str, task: Task, group: str) -> None:
+    def __init__(
+        self, trajectory_id: str, task: Task, group: str, context_ids: MutableSequence[int] | None = None
+    ) -> None:
         self.trajectory_id = trajectory_id
         self.task = task
         self.group = group
@@ -135,10 +145,11 @@ class Trajectory:
         self.first_prompt: tuple[tuple[str, str], ...] = ()
         self.segments: list[Segment] = []
         self.turns: list[Turn] = []
-        self.context_ids: list[int] = []
+        self.context_ids: MutableSequence[int] = [] if context_ids is None else context_ids
         self.computed_tokens = 0
         """Length of the context prefix that some replica has computed for this trajectory."""
         self.generated_tokens = 0
+        self.restarts = 0
         self.environment_s = 0.0
         self.reward = 0.0
         self.failure: Failure | None = None
@@ -156,6 +167,17 @@ class Trajectory:
         self.context_ids.extend(segment.token_ids)
         if segment.generated:
             self.generated_tokens += len(segment.token_ids)
+
+    def restart(self, context_ids: MutableSequence[int]) -> None:
+        """Forget the attempt so far, to begin again from the reset with an empty context.
+
+        The first prompt will be the same, so that much of it has been computed before.
+        """
+        self.restarts += 1
+        self.computed_tokens = min(self.computed_tokens, len(self.segments[0].token_ids) if self.segments else 0)
+        self.segments, self.turns, self.context_ids = [], [], context_ids
+        self.generated_tokens = 0
+        self.reward, self.info = 0.0, {}
 
     def end(self, state: TrajectoryState, failure: Failure | None = None) -> None:
         """Enter a terminal state for a reason."""

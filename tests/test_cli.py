@@ -118,6 +118,14 @@ def test_a_server_configuration_that_cannot_be_used_is_refused(capsys, tmp_path)
     assert "cannot read" in refused(capsys, ["env", "serve", str(tmp_path / "nowhere.yaml")])
 
 
+def test_a_worker_configuration_that_cannot_be_used_is_refused(capsys, tmp_path):
+    path = tmp_path / "worker.yaml"
+    path.write_text("broker: tcp://127.0.0.1:1\nenvironments: {count: {}}\n")
+    assert "did you mean 'counting'" in refused(capsys, ["env", "worker", str(path)])
+    path.write_text("brokr: tcp://127.0.0.1:1\n")
+    assert "brokr" in refused(capsys, ["env", "worker", str(path)])
+
+
 def test_doctor_reports_each_part_as_json(capsys):
     assert main(["doctor", "--json", "-"]) == 0
     findings = {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}

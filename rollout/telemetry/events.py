@@ -59,14 +59,36 @@ def host_boot_id() -> str:
         return socket.gethostname()
 
 
+def _header(path: Path, role: str, clock: Callable[[], float]) -> LogHeader:
+    host = socket.gethostname()
+    return LogHeader(
+        version=LOG_VERSION,
+        writer=f"{role}@{host}:{os.getpid()}:{path.stem}",
+        role=role,
+        host=host,
+        host_boot_id=host_boot_id(),
+        pid=os.getpid(),
+        wall_s=time.time(),
+        monotonic_s=clock(),
+    )
+
+
 class EventLog:
     """Appends events to a file, or, with `path=None`, keeps nothing and costs next to nothing.
 
     Lines are buffered by the file object; `flush()` pushes them out, `close()` does so for good. An event emitted after
-    `close()` is dropped (a late callback during shutdown must not fail it).
+    `close()` is dropped (a late callback during shutdown must not fail it). `header` replaces the one that names this
+    process and this moment: a simulated log depends on neither.
     """
 
-    def __init__(self, path: Path | None, role: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        role: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        header: LogHeader | None = None,
+    ) -> None:
         self._clock = clock
         self._seq = 0
         self._encoder = msgspec.json.Encoder()
@@ -74,18 +96,7 @@ class EventLog:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb")
-            host = socket.gethostname()
-            header = LogHeader(
-                version=LOG_VERSION,
-                writer=f"{role}@{host}:{os.getpid()}:{path.stem}",
-                role=role,
-                host=host,
-                host_boot_id=host_boot_id(),
-                pid=os.getpid(),
-                wall_s=time.time(),
-                monotonic_s=clock(),
-            )
-            self._file.write(self._encoder.encode(header) + b"\n")
+            self._file.write(self._encoder.encode(header or _header(path, role, clock)) + b"\n")
             self._file.flush()
 
     def emit(self, kind: str, trajectory_id: str = "", /, **data: Any) -> None:

@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="environment servers").add_subparsers(dest="env_command", required=True)
     serve = env.add_parser("serve", help="serve environments over ZeroMQ")
     serve.add_argument("config", type=Path, help="a YAML file with slots and environments, see docs/environments.md")
+    worker = env.add_parser("worker", help="host environments for a server that runs elsewhere")
+    worker.add_argument("config", type=Path, help="a YAML file with broker and environments, see docs/environments.md")
     status = env.add_parser("status", help="slots, queues, sessions and workers of a running server")
     status.add_argument("address", help="for example tcp://127.0.0.1:5757")
     status.add_argument("--timeout-s", type=float, default=5.0, help="how long to wait for an answer (default: 5)")
@@ -92,10 +94,12 @@ def _dispatch(options: argparse.Namespace) -> int:
     if options.command == "ablate":
         return run_ablate(options, console)
     if options.command == "env":
-        from makespan.commands.env import serve, status
+        from makespan.commands.env import serve, status, worker
 
         if options.env_command == "serve":
             return serve(options.config)
+        if options.env_command == "worker":
+            return worker(options.config)
         return status(console, options.address, options.timeout_s, options.json)
     from makespan.integrations.models import resolve
 

@@ -51,14 +51,17 @@ def test_the_environment_authors_page_works_as_printed(tmp_path: Path) -> None:
 
 
 def test_the_settings_that_the_page_shows_are_accepted(tmp_path: Path) -> None:
+    import msgspec
     import yaml
 
     from makespan.envs.config import hosted_environments, parse_config
+    from makespan.envs.worker import WorkerConfig
 
-    first, rates, environments = (yaml.safe_load(text) for text in blocks("environments.md", "yaml"))
+    first, rates, environments, worker = (yaml.safe_load(text) for text in blocks("environments.md", "yaml"))
     environments["environments"]["guess"]["factory"] = "counting"
     config = parse_config(json.dumps({**first, **rates, **environments}))
     assert hosted_environments(config)["guess"].execution == "process"
+    assert msgspec.convert(worker, WorkerConfig).environments["guess"].factory == "guess:GuessEnvironment"
 
 
 def test_a_client_written_from_the_protocol_page_works_as_printed(tmp_path: Path) -> None:

@@ -189,6 +189,40 @@ def test_a_refused_task_and_a_raising_session_fail_alone(tmp_path):
     }
 
 
+def losing(times: int, kind: str = "unknown_outcome") -> PlannedEnvironments:
+    """An environment whose second action loses its session, `times` times."""
+    left = [times]
+
+    def on_step(trajectory_id: str, step: int) -> None:
+        if step == 1 and left[0] > 0:
+            left[0] -= 1
+            raise EnvironmentFailure(kind, "the worker died while the action ran")
+
+    return PlannedEnvironments(on_step=on_step)
+
+
+def test_a_lost_session_begins_again_from_the_reset_as_often_as_configured(tmp_path):
+    limits = Limits(max_turns=50, max_context_tokens=10_000, trajectory_timeout_s=None, restarts=2)
+    rig = Rig(environments=losing(2), limits=limits, log=tmp_path / "log.jsonl")
+    (result,) = rig.run([task("a", length=3)])
+    assert (result.state, result.reward) == ("finished", 1.0)
+    assert [turn.index for turn in result.turns] == [0, 1, 2]
+    assert [segment.generated for segment in result.segments] == [False, True] * 3
+    assert len(rig.replicas[0].requests) == 2 + 2 + 3
+    assert len({request.request_id for request in rig.replicas[0].requests}) == 7
+    assert [e.data["turn"] for e in events_of(tmp_path / "log.jsonl", "restarted")] == [1, 1]
+    # Of the second attempt's first prompt everything was computed before (35 ids), and nothing was cached.
+    assert events_of(tmp_path / "log.jsonl", "generate")[2].data["recomputed_tokens"] == 35
+    assert rig.nothing_is_held()
+
+
+@pytest.mark.parametrize(("restarts", "kind"), [(0, "unknown_outcome"), (1, "unknown_outcome"), (2, "raised")])
+def test_without_restarts_left_or_for_another_failure_the_trajectory_fails(restarts, kind):
+    limits = Limits(max_turns=50, max_context_tokens=10_000, trajectory_timeout_s=None, restarts=restarts)
+    (result,) = Rig(environments=losing(2, kind), limits=limits).run([task("a", length=3)])
+    assert (result.state, result.failure.kind, result.reward) == ("failed", kind, None)
+
+
 def test_a_dead_replica_is_left_and_its_turn_is_served_elsewhere(tmp_path):
     dead, alive = (RuleReplica(f"replica-{i}", lambda _: say("ok")) for i in range(2))
     dead.dead = True

@@ -5,28 +5,45 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-from makespan.envs import client, server
+from makespan.envs import client, server, worker_process
 from makespan.envs.config import hosted_environments, parse_config
+from makespan.envs.registry import resolve
+from makespan.envs.worker import WorkerConfig
 from makespan.rollout.errors import ConfigError
 
 
-def serve(path: Path) -> int:
-    """Serve what a YAML file describes, until SIGTERM or Ctrl-C."""
+def _read(path: Path) -> Any:
     try:
-        document = yaml.safe_load(path.read_text())
+        return yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
-    parsed = parse_config(msgspec.json.encode(document).decode())
+
+
+def serve(path: Path) -> int:
+    """Serve what a YAML file describes, until SIGTERM or Ctrl-C."""
+    parsed = parse_config(msgspec.json.encode(_read(path)).decode())
     hosted_environments(parsed)
     return server.serve(parsed)
+
+
+def worker(path: Path) -> int:
+    """Host environments for a broker that runs elsewhere, until SIGTERM or Ctrl-C."""
+    try:
+        parsed = msgspec.convert(_read(path), WorkerConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    for name, environment in parsed.environments.items():
+        resolve(environment.factory or name)
+    return worker_process.serve_worker(parsed)
 
 
 def status(console: Console, address: str, timeout_s: float, json_path: str | None) -> int:

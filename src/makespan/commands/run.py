@@ -135,6 +135,7 @@ class _Run:
                         max_turns=config.limits.max_turns,
                         max_context_tokens=config.replicas.max_model_len,
                         trajectory_timeout_s=config.limits.trajectory_timeout_s,
+                        restarts=config.limits.restarts,
                     ),
                     events=events,
                 )

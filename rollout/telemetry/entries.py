@@ -1,0 +1,63 @@
+"""What the engine writes into its log of a trajectory: one function an entry, so that each shape stands in one place."""
+
+from __future__ import annotations
+
+import msgspec
+
+from makespan.rollout.environment import ActionTiming
+from makespan.rollout.replicas.base import Completion
+from makespan.rollout.telemetry.events import EventLog
+from makespan.rollout.trajectory import Trajectory
+
+
+def inference(
+    events: EventLog, trajectory: Trajectory, turn: int, replica_id: str, completion: Completion, start_s: float
+) -> None:
+    """A turn was generated. To be written before the completion joins the context."""
+    cached = completion.cached_tokens
+    events.emit(
+        "generate",
+        trajectory.trajectory_id,
+        turn=turn,
+        replica=replica_id,
+        start_s=start_s,
+        prompt_tokens=len(trajectory.context_ids),
+        generated_tokens=len(completion.token_ids),
+        cached_tokens=cached,
+        recomputed_tokens=None if cached is None else max(0, trajectory.computed_tokens - cached),
+        preemptions=completion.preemptions,
+        queue_s=completion.queue_s,
+        prefill_s=completion.prefill_s,
+        decode_s=completion.decode_s,
+    )
+
+
+def action(
+    events: EventLog, kind: str, trajectory: Trajectory, timing: ActionTiming, start_s: float, turn: int
+) -> None:
+    """The environment was reset (`kind` is `reset`) or an action ran (`act`)."""
+    events.emit(
+        kind,
+        trajectory.trajectory_id,
+        turn=turn,
+        start_s=start_s,
+        slot_class=timing.slot_class,
+        queue_s=timing.queue_s,
+        service_s=timing.service_s,
+    )
+
+
+def end(events: EventLog, trajectory: Trajectory) -> None:
+    """A trajectory reached its terminal state."""
+    result = trajectory.result()
+    events.emit(
+        "ended",
+        trajectory.trajectory_id,
+        state=result.state.value,
+        reward=result.reward,
+        turns=len(result.turns),
+        generated_tokens=trajectory.generated_tokens,
+        context_tokens=len(trajectory.context_ids),
+        restarts=trajectory.restarts,
+        failure=None if result.failure is None else msgspec.structs.asdict(result.failure),
+    )
