@@ -131,4 +131,6 @@ def test_doctor_reports_each_part_as_json(capsys):
     findings = {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
     assert findings["python"]["state"] == "ok"
     assert findings["vllm"]["state"] == "ok"
+    assert findings["verl plug-in makespan"]["state"] == "ok"
+    assert findings["verl contract"]["state"] == "ok"
     assert "800 tasks" in findings["environment bfcl"]["detail"]  # four categories of 200

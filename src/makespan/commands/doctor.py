@@ -70,6 +70,24 @@ def _vllm() -> Finding:
     )
 
 
+def _verl() -> list[Finding]:
+    """verl itself, the plug-ins it finds here, and whether it is the verl that makespan's were written for."""
+    found = _package("verl", "verl", "verl", "pip install 'makespan[verl]'")
+    if found.state != "ok":
+        return [found]
+    from makespan.integrations.verl.doctor import examine
+
+    report = examine()
+    findings = [found]
+    for plugin in report.plugins:
+        state: State = "ok" if plugin.loaded else "broken"
+        findings.append(Finding(f"verl plug-in {plugin.name}", state, plugin.problem or f"{plugin.module} loads"))
+    findings += [Finding("verl contract", "broken", problem) for problem in report.problems]
+    if not report.problems:
+        findings.append(Finding("verl contract", "ok", "all that makespan's plug-ins rely on is there"))
+    return findings
+
+
 def _bfcl() -> Finding:
     if _version("bfcl-eval") is None:
         return Finding(
@@ -98,17 +116,18 @@ def _machine() -> Finding:
 
 def findings() -> list[Finding]:
     """Look at everything, in the order in which a user needs it."""
-    checks: list[Callable[[], Finding]] = [
+    checks: list[Callable[[], Finding | list[Finding]]] = [
         _python,
         _machine,
         lambda: _package("torch", "torch", "torch", "pip install torch==2.13.0"),
         lambda: _package("transformers", "transformers", "transformers", "pip install 'transformers>=5.10,<6'"),
         _vllm,
         _bfcl,
-        lambda: _package("verl", "verl", "verl", "pip install 'makespan[verl]'"),
+        _verl,
         lambda: _package("wandb", "wandb", "wandb", "pip install 'makespan[wandb]'"),
     ]
-    return [check() for check in checks]
+    results = [check() for check in checks]
+    return [finding for result in results for finding in (result if isinstance(result, list) else [result])]
 
 
 async def _generate() -> str:

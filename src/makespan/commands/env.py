@@ -58,8 +58,9 @@ def status(console: Console, address: str, timeout_s: float, json_path: str | No
     document = msgspec.to_builtins(reply)
     table = Table(title=f"environment server at {address}", title_justify="left")
     columns = list(next(iter(document["slots"].values()), {}))
-    for name in ("slot class", *columns):
-        table.add_column(name.replace("_", " "))
+    table.add_column("slot class", no_wrap=True)
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="right")
     for name, slot in document["slots"].items():
         table.add_row(name, *(_cell(slot[column]) for column in columns))
     console.print(table)
@@ -75,4 +76,6 @@ def status(console: Console, address: str, timeout_s: float, json_path: str | No
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return "-"
     return f"{value:.1f}" if isinstance(value, float) else str(value)
