@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import math
 from collections import OrderedDict, deque
 
 import msgspec
@@ -111,7 +110,8 @@ class SimulatedReplica:
         self._step = 0  # steps done
         self._run_from_s = 0.0
         self._run_steps = 0  # of the run in progress
-        self._chunks: list[tuple[_Sequence, int]] = []  # what the step in progress prefills
+        self._chunks: list[tuple[_Sequence, int]] = []  # what each step of it prefills
+        self._prefilled = 0  # tokens of the chunks
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -160,13 +160,16 @@ class SimulatedReplica:
         if self._timer is None:
             self._timer = loop.call_at(loop.time(), self._boundary)
         elif self._run_steps > 1:
-            elapsed_s = loop.time() - self._run_from_s
-            steps = self._cost.steps_begun(elapsed_s, self._sequences, self._context)
+            steps = self._cost.steps_begun(loop.time() - self._run_from_s, *self._work())
             if steps < self._run_steps:
                 self._run_steps = steps
                 self._timer.cancel()
-                end_s = self._run_from_s + self._cost.decode_s(steps, self._sequences, self._context)
+                end_s = self._run_from_s + self._cost.steps_s(steps, *self._work())
                 self._timer = loop.call_at(end_s, self._boundary)
+
+    def _work(self) -> tuple[int, int, int, int]:
+        """What each step of the run in progress does, as `InferenceCost` counts it."""
+        return self._sequences, self._context, len(self._chunks), self._prefilled
 
     def _boundary(self) -> None:
         """The run in progress is over: book it, let sequences leave and start, and begin the next run."""
@@ -191,10 +194,10 @@ class SimulatedReplica:
                 self._stop_decoding(sequence)
                 self._complete(sequence, now_s)
         for sequence, tokens in self._chunks:
-            sequence.prefill_left -= tokens
+            sequence.prefill_left -= tokens * steps
             if sequence.prefill_left == 0 and not sequence.aborted:
                 self._first_token(sequence, now_s)
-        self._chunks = []
+        self._chunks, self._prefilled = [], 0
 
     def _first_token(self, sequence: _Sequence, now_s: float) -> None:
         """The prompt is computed: a token came of it, and the rest is decoded."""
@@ -335,25 +338,25 @@ class SimulatedReplica:
         while not self._make_room(len(self._running)):  # a step gives each of them a token at most
             self._preempt()
         self._run_from_s = now_s
-        if self._prefilling:
-            self._run_steps = 1
-            duration_s = self._prefill_step_s()
-        else:
-            self._run_steps = min(self._next_finish() - self._step, self._steps_in_memory())
-            duration_s = self._cost.decode_s(self._run_steps, self._sequences, self._context)
-        self._timer = loop.call_at(now_s + duration_s, self._boundary)
+        steps = self._choose_chunks() if self._prefilling else 0
+        if self._sequences:
+            until_change = min(self._next_finish() - self._step, self._steps_in_memory())
+            steps = min(steps, until_change) if steps else until_change
+        self._run_steps = steps
+        self._timer = loop.call_at(now_s + self._cost.steps_s(steps, *self._work()), self._boundary)
 
-    def _prefill_step_s(self) -> float:
-        """Choose what one step prefills, in the order of arrival; gives the step's seconds."""
+    def _choose_chunks(self) -> int:
+        """Choose what a step prefills, in the order of arrival; gives how many steps in a row can do the same."""
         budget = self._cost.chunk_tokens
+        steps = max(1, self._prefilling[0].prefill_left // budget)  # a long prompt fills steps on its own
         for sequence in self._prefilling:
             tokens = min(budget, sequence.prefill_left)
             self._chunks.append((sequence, tokens))
             budget -= tokens
             if not budget:
                 break
-        prefilled = self._cost.chunk_tokens - budget
-        return self._cost.mixed_s(prefilled, self._sequences + len(self._chunks), self._context)
+        self._prefilled = self._cost.chunk_tokens - budget
+        return steps
 
     def _next_finish(self) -> int:
         while True:
@@ -365,7 +368,7 @@ class SimulatedReplica:
     def _steps_in_memory(self) -> int:
         """Steps until waiting caches, or running sequences, have to give way."""
         free = self._hardware.kv_tokens - self._held - self._cached_tokens
-        return max(1, math.floor(free / self._sequences))
+        return 1 + (free - len(self._running)) // self._sequences
 
 
 def _end(request: Request) -> int:

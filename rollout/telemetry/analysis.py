@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from makespan.rollout.errors import FormatError
+from makespan.rollout.telemetry.bounds import Bounds, lower_bounds
 from makespan.rollout.telemetry.events import Event
+from makespan.rollout.telemetry.last_chain import LastChain, last_chain
 from makespan.rollout.telemetry.merge import MergedLog
-
-RATE_SAMPLE_TOKENS = 256
-"""Prefills of fewer uncached tokens say more of a step's fixed cost than of the rate, and are not used for it."""
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +64,16 @@ class Completions(msgspec.Struct, frozen=True, kw_only=True):
     p99: float | None
 
 
+class Tail(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds from when a share of the trajectories had ended to the end of the last one: few run, and most idles.
+
+    Cancelled trajectories do not count.
+    """
+
+    after_90: float | None
+    after_99: float | None
+
+
 class BatchAnalysis(msgspec.Struct, frozen=True, kw_only=True):
     """One batch, from its event log."""
 
@@ -72,8 +81,12 @@ class BatchAnalysis(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
     """False when the log ends before the batch did."""
     lower_bound_s: float | None
+    """The largest of `bounds_s`."""
+    bounds_s: Bounds
     states: dict[str, int]
     completion_s: Completions
+    tail_s: Tail
+    last_chain: LastChain | None
     phases_s: Phases
     tokens: Tokens
     preemptions: int | None
@@ -108,12 +121,16 @@ def analyse(log: MergedLog) -> BatchAnalysis:
     generations = list(log.of("generate"))
     actions = [*log.of("reset"), *log.of("act")]
     slots = _slots(log)
+    bounds = lower_bounds(log, actions, generations, slots, len(start.data["replicas"]))
     return BatchAnalysis(
         makespan_s=makespan_s,
         complete=end is not None,
-        lower_bound_s=_lower_bound(actions, generations, slots),
+        lower_bound_s=bounds.largest(),
+        bounds_s=bounds,
         states=_count(event.data["state"] for event in ended),
         completion_s=_completions(ended, start),
+        tail_s=_tail(ended),
+        last_chain=last_chain(log, start),
         phases_s=_phases(log, start, generations, actions),
         tokens=_tokens(generations),
         preemptions=_total(generations, "preemptions"),
@@ -146,6 +163,15 @@ def _completions(ended: list[Event], start: Event) -> Completions:
     return Completions(p50=percentile(times, 0.5), p90=percentile(times, 0.9), p99=percentile(times, 0.99))
 
 
+def _tail(ended: list[Event]) -> Tail:
+    times = sorted(event.monotonic_s for event in ended if event.data["state"] != "cancelled")
+
+    def after(share: float) -> float | None:
+        return times[-1] - times[math.ceil(share * len(times)) - 1] if times else None
+
+    return Tail(after_90=after(0.90), after_99=after(0.99))
+
+
 def _phases(log: MergedLog, start: Event, generations: list[Event], actions: list[Event]) -> Phases:
     queue, prefill, decode = (_total(generations, field) for field in ("queue_s", "prefill_s", "decode_s"))
     slot_queue, environment = _total(actions, "queue_s"), _total(actions, "service_s")
@@ -175,7 +201,8 @@ def _tokens(generations: list[Event]) -> Tokens:
 def _slot_classes(actions: list[Event], slots: dict[str, int], makespan_s: float) -> dict[str, SlotClass]:
     by_class: dict[str, list[Event]] = defaultdict(list)
     for event in actions:
-        by_class[event.data["slot_class"]].append(event)
+        if event.data["slot_class"]:  # else the turn led to no action
+            by_class[event.data["slot_class"]].append(event)
     classes = {}
     for name, events in sorted(by_class.items()):
         service_s, count = _total(events, "service_s"), slots.get(name)
@@ -196,45 +223,3 @@ def _rewards(log: MergedLog, ended: list[Event]) -> dict[str, list[float]]:
         if event.data["reward"] is not None:
             rewards[task_of[event.trajectory_id]].append(event.data["reward"])
     return dict(rewards)
-
-
-def _lower_bound(actions: list[Event], generations: list[Event], slots: dict[str, int]) -> float | None:
-    """No schedule of the same work ends before this, in seconds.
-
-    The larger of two bounds. *Slots*: the environment work of a class over its slots. *Chain*: the longest trajectory
-    alone on an idle system, its environment actions without waiting and its inference at the best prefill and decode
-    rates that this run saw; tokens that were computed twice count once.
-    """
-    if not actions:
-        return None
-    work: dict[str, float] = defaultdict(float)
-    chain: dict[str, float] = defaultdict(float)
-    for event in actions:
-        work[event.data["slot_class"]] += event.data["service_s"]
-        chain[event.trajectory_id] += event.data["service_s"]
-    bounds = [seconds / slots[name] for name, seconds in work.items() if name in slots]
-    prefill_rate, decode_rate = _best_rates(generations)
-    for event in generations:
-        data = event.data
-        if decode_rate is not None:
-            chain[event.trajectory_id] += max(0, data["generated_tokens"] - 1) * decode_rate
-        if prefill_rate is not None and data["cached_tokens"] is not None:
-            needed = data["prompt_tokens"] - data["cached_tokens"] - data["recomputed_tokens"]
-            chain[event.trajectory_id] += max(0, needed) * prefill_rate
-    return max([*bounds, *chain.values()])
-
-
-def _best_rates(generations: list[Event]) -> tuple[float | None, float | None]:
-    """The fewest seconds a token that any inference of the run took in prefill and in decode."""
-
-    def best(seconds: str, tokens: Callable[[dict[str, Any]], int], at_least: int) -> float | None:
-        rates = [
-            event.data[seconds] / tokens(event.data)
-            for event in generations
-            if event.data[seconds] is not None and tokens(event.data) >= at_least
-        ]
-        return min(rates, default=None)
-
-    prefill = best("prefill_s", lambda d: d["prompt_tokens"] - (d["cached_tokens"] or 0), RATE_SAMPLE_TOKENS)
-    decode = best("decode_s", lambda d: int(d["generated_tokens"]) - 1, 8)
-    return prefill, decode

@@ -94,7 +94,7 @@ def _agent_step(
             prompt_tokens=turn.prompt_tokens,
             completion_tokens=turn.generated_tokens,
             cached_tokens=turn.cached_tokens,
-            completion_token_ids=segment.token_ids,
+            completion_token_ids=list(segment.token_ids),
             logprobs=segment.logprobs,
         ),
         extra={

@@ -1,13 +1,21 @@
 """One view of a run out of the logs of its processes.
 
 Logs whose header carries the same boot id were stamped by one monotonic clock and are ordered by it. A log of another
-host has a clock of its own: its durations are good, its times mean nothing here, so its events are kept apart
-(`elsewhere`) instead of being placed by guess.
+host has a clock of its own, and only the messages between the two say how the clocks stand to each other: an action
+reached the broker after the engine had sent it and was over before the engine had its answer, so that each action
+bounds the offset between the clocks from both sides (`align`). Any offset within all bounds keeps every cause before
+its effect; the middle of what they leave is taken, and half its width is the error, which the view states. A log that
+nothing ties to the engine's, or whose bounds contradict each other, is kept apart (`elsewhere`) instead of being
+placed by guess.
+
+The offset moves an event's place in the order (`monotonic_s`) and nothing else: the times in its data stay readings of
+its own clock, and durations are differences of readings of one clock only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +36,18 @@ class Log(msgspec.Struct, frozen=True):
     """The last line was cut off: the process was killed while it wrote."""
 
 
+class Alignment(msgspec.Struct, frozen=True, kw_only=True):
+    """How another host's clock was placed on the engine's."""
+
+    writer: str
+    offset_s: float
+    """Its reading minus the engine's at the same moment."""
+    error_s: float
+    """The true offset is at most this far away."""
+    pairs: int
+    """Actions that bound it."""
+
+
 class MergedLog(msgspec.Struct, frozen=True):
     """The merged view: events as (role of the writer, event), in the order in which they happened."""
 
@@ -37,6 +57,9 @@ class MergedLog(msgspec.Struct, frozen=True):
     """Events of hosts whose clock cannot be compared with the engine's."""
     torn: tuple[str, ...]
     """Writers whose log ends in a line that was cut off."""
+    alignments: tuple[Alignment, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Logs that the others speak of and that are not here, one sentence each."""
 
     def of(self, kind: str) -> Iterator[Event]:
         """All events of a kind, those of other hosts last."""
@@ -73,22 +96,82 @@ def _decode(line: bytes, type_: type[T], path: Path, number: int) -> T:
 
 def merge(paths: list[Path]) -> MergedLog:
     """Merge logs; the engine's own log sets the clock. Raises `FormatError` when there is no engine log."""
-    logs = [read_log(path) for path in paths]
+    logs = _by_writer(read_log(path) for path in paths)
     engine = next((log for log in logs if log.header.role == "engine"), None)
     if engine is None:
         seen = ", ".join(path.name for path in paths) or "no file at all"
         raise FormatError(f"no engine log among the event logs ({seen})")
     here: list[tuple[str, Event]] = []
     elsewhere: list[tuple[str, Event]] = []
-    for log in {log.header.writer: log for log in logs}.values():
-        same_clock = log.header.host_boot_id == engine.header.host_boot_id
-        (here if same_clock else elsewhere).extend((log.header.role, event) for event in log.events)
-    here.sort(key=lambda entry: entry[1].monotonic_s)
+    alignments = []
+    for log in logs:
+        entries = [(log.header.role, event) for event in log.events]
+        if log.header.host_boot_id == engine.header.host_boot_id:
+            here += entries
+        elif (alignment := align(engine, log)) is not None:
+            alignments.append(alignment)
+            here += [(role, _moved(event, alignment.offset_s)) for role, event in entries]
+        else:
+            elsewhere += entries
+    here.sort(key=lambda entry: entry[1].monotonic_s)  # stable: one writer's events keep their order
     return MergedLog(
         headers=tuple(log.header for log in logs),
         events=tuple(here),
         elsewhere=tuple(elsewhere),
         torn=tuple(log.header.writer for log in logs if log.torn),
+        alignments=tuple(alignments),
+        missing=tuple(_missing(logs, engine)),
+    )
+
+
+def _by_writer(logs: Iterable[Log]) -> list[Log]:
+    """One log a writer: copies of a log, complete or not, are one log, and an event counts once by (writer, seq)."""
+    merged: dict[str, Log] = {}
+    for log in logs:
+        known = merged.get(log.header.writer)
+        if known is not None:
+            events = {event.seq: event for event in (*known.events, *log.events)}
+            log = Log(log.header, tuple(events[seq] for seq in sorted(events)), torn=known.torn and log.torn)
+        merged[log.header.writer] = log
+    return list(merged.values())
+
+
+def _moved(event: Event, offset_s: float) -> Event:
+    return msgspec.structs.replace(event, monotonic_s=event.monotonic_s - offset_s)
+
+
+def _missing(logs: list[Log], engine: Log) -> Iterator[str]:
+    server = next((e.data.get("server") for e in engine.events if e.kind == "environment_server"), None)
+    if server is not None and not any(log.header.role == "broker" for log in logs):
+        yield f"the log of the environment server {server} is not here: slot times are what its replies said"
+
+
+def align(engine: Log, other: Log) -> Alignment | None:
+    """Where another host's clock stands against the engine's; None when no action tells, or when they disagree.
+
+    An action that the engine sent at `s` and had its answer of at `r`, on its clock, and that the other side took in at
+    `b` and finished at `e`, on its own, bounds the offset by `e - r <= offset <= b - s`.
+    """
+    sent: dict[tuple[str, int], tuple[float, float]] = {}
+    for event in engine.events:
+        if event.kind in ("reset", "act"):
+            seq = 0 if event.kind == "reset" else event.data["turn"] + 1
+            sent[event.trajectory_id, seq] = (event.data["start_s"], event.monotonic_s)
+    received: dict[tuple[str, int], list[Event]] = defaultdict(list)
+    for event in other.events:
+        if event.kind == "action":
+            received[event.trajectory_id, event.data["seq"]].append(event)
+    low_s, high_s, pairs = float("-inf"), float("inf"), 0
+    for name, times in received.items():
+        if len(times) == 1 and name in sent:  # a restarted chain repeats its names: which is which cannot be told
+            start_s, end_s = sent[name]
+            low_s = max(low_s, times[0].data["released_s"] - end_s)
+            high_s = min(high_s, times[0].data["submitted_s"] - start_s)
+            pairs += 1
+    if not pairs or low_s > high_s:
+        return None
+    return Alignment(
+        writer=other.header.writer, offset_s=(low_s + high_s) / 2, error_s=(high_s - low_s) / 2, pairs=pairs
     )
 
 

@@ -17,7 +17,7 @@ def stepped_s(cost, steps, sequences, context):
 @given(st.integers(0, 300), st.integers(1, 200), st.integers(0, 5_000_000))
 def test_many_decode_steps_at_once_take_as_long_as_one_by_one(steps, sequences, context):
     cost = InferenceCost()
-    assert cost.decode_s(steps, sequences, context) == pytest.approx(stepped_s(cost, steps, sequences, context))
+    assert cost.steps_s(steps, sequences, context) == pytest.approx(stepped_s(cost, steps, sequences, context))
 
 
 @given(st.floats(0, 100), st.integers(1, 200), st.integers(0, 5_000_000))
@@ -25,9 +25,9 @@ def test_the_step_in_progress_ends_at_or_after_now_and_the_one_before_it_earlier
     cost = InferenceCost()
     steps = cost.steps_begun(elapsed_s, sequences, context)
     assert steps >= 1
-    assert cost.decode_s(steps, sequences, context) >= elapsed_s
+    assert cost.steps_s(steps, sequences, context) >= elapsed_s
     if steps > 1:
-        assert cost.decode_s(steps - 1, sequences, context) < elapsed_s
+        assert cost.steps_s(steps - 1, sequences, context) < elapsed_s
 
 
 def test_an_inference_alone_takes_its_chunks_and_its_steps():
@@ -45,4 +45,7 @@ def test_the_work_that_cannot_be_shared_leaves_out_what_steps_cost_anyway():
 
 def test_a_step_with_prefill_lasts_longer_by_its_tokens():
     cost = InferenceCost(step_s=1.0, sequence_s=0.1, context_s=0.01, prefill_s=0.001)
-    assert cost.mixed_s(500, 3, 700) == pytest.approx(1.0 + 0.3 + 7.0 + 0.5)
+    assert cost.steps_s(1, 2, 700, 1, 500) == pytest.approx(1.0 + 0.3 + 7.0 + 0.5)
+    # In the second step each of the two decoding sequences has a token more.
+    assert cost.steps_s(2, 2, 700, 1, 500) == pytest.approx(2 * (1.0 + 0.3 + 7.0 + 0.5) + 0.02)
+    assert cost.steps_begun(8.9, 2, 700, 1, 500) == 2

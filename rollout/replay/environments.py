@@ -1,0 +1,120 @@
+"""Recorded environments on the real gates: actions take as long as they took, and wait for slots as they would.
+
+`ReplayEnvironments` is an `EnvironmentBackend` whose slot classes are the same `ActionGate`s that the broker owns, on
+the running loop's clock: real time beside real replicas, virtual time in a simulation. It owns no processes and no
+sockets; what an action costs is in the recording.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from makespan.rollout.environment import Action, ActionTiming, Message, Observation, StepResult
+from makespan.rollout.gate import ActionGate, GateStatistics
+from makespan.rollout.replay.agent import length_message
+from makespan.rollout.replay.plan import ENVIRONMENT, Plays
+from makespan.rollout.replay.trace import TraceTrajectory
+from makespan.rollout.trajectory import Progress, Task
+
+START = f"{ENVIRONMENT}.start"
+STEP = f"{ENVIRONMENT}.step"
+
+NO_ACTION = ActionTiming(slot_class="", queue_s=0.0, service_s=0.0)
+"""Of a turn that led to no action: it belongs to no class of slots."""
+
+
+class GatedSlots:
+    """The asyncio shell around one gate: an action waits, holds a slot for its time, and gives it back.
+
+    `slots=None` is a class without a bound. Cancelled while it waits an action leaves the queue; cancelled while it
+    runs, or in the instant of its grant, it frees its slot.
+    """
+
+    def __init__(self, slots: int | None) -> None:
+        self._gate: ActionGate[asyncio.Future[None]] | None = None if slots is None else ActionGate(slots)
+
+    async def hold(self, key: float, service_s: float) -> float:
+        """Hold a slot for `service_s` seconds; gives the seconds of waiting for it."""
+        gate = self._gate
+        if gate is None:
+            await asyncio.sleep(service_s)
+            return 0.0
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        ticket: asyncio.Future[None] = loop.create_future()
+        gate.submit(ticket, key)
+        self._grant(gate, asked_s)
+        try:
+            if not ticket.done():
+                await ticket
+            queue_s = loop.time() - asked_s
+            await asyncio.sleep(service_s)
+        finally:
+            if not gate.cancel(ticket):
+                gate.release(ticket)
+                self._grant(gate, loop.time())
+        return queue_s
+
+    def _grant(self, gate: ActionGate[asyncio.Future[None]], now_s: float) -> None:
+        for ticket in gate.grant(now_s):
+            if not ticket.done():
+                ticket.set_result(None)
+
+    def statistics(self) -> GateStatistics | None:
+        return None if self._gate is None else self._gate.statistics()
+
+
+class ReplaySession:
+    """A recorded environment, at the turn that comes next."""
+
+    def __init__(self, recorded: TraceTrajectory, slots: GatedSlots) -> None:
+        self._recorded = recorded
+        self._slots = slots
+        self._turn = 0
+
+    async def step(self, action: Action, *, key: float, progress: Progress) -> tuple[StepResult, ActionTiming]:
+        """Play the next recorded action. A turn that led to no action takes no slot."""
+        turns = self._recorded.turns
+        turn = turns[self._turn]
+        self._turn += 1
+        timing = NO_ACTION
+        if turn.environment_s is not None:
+            queue_s = await self._slots.hold(key, turn.environment_s)
+            timing = ActionTiming(STEP, queue_s, turn.environment_s)
+        if self._turn < len(turns):
+            return StepResult(Observation((length_message("tool", turn.observation_tokens),))), timing
+        return StepResult(Observation(()), reward=self._recorded.reward or 0.0, terminated=True), timing
+
+    async def close(self) -> None:
+        """Nothing is held between actions."""
+
+
+class ReplayEnvironments:
+    """The environment back end of a replay.
+
+    Args:
+        plays: what each trajectory plays.
+        slots: slots of the classes `replay.start` and `replay.step`; a class that is not named has no bound.
+    """
+
+    def __init__(self, plays: Plays, slots: Mapping[str, int]) -> None:
+        self._plays = plays
+        self.slots = dict(slots)
+        self._start = GatedSlots(slots.get(START))
+        self._step = GatedSlots(slots.get(STEP))
+
+    async def open(
+        self, trajectory_id: str, task: Task, *, key: float, progress: Progress
+    ) -> tuple[ReplaySession, Observation, ActionTiming]:
+        """Start the recorded environment of a trajectory."""
+        recorded = self._plays[trajectory_id]
+        queue_s = await self._start.hold(key, recorded.reset_s) if recorded.reset_s else 0.0
+        first: tuple[Message, ...] = (length_message("user", recorded.turns[0].prompt_tokens),)
+        timing = ActionTiming(START, queue_s, recorded.reset_s)
+        return ReplaySession(recorded, self._step), Observation(first), timing
+
+    def statistics(self) -> dict[str, GateStatistics]:
+        """The gates as they stand, by slot class."""
+        classes = {START: self._start.statistics(), STEP: self._step.statistics()}
+        return {name: figures for name, figures in classes.items() if figures is not None}

@@ -1,0 +1,130 @@
+"""A workload by its name: a regime, or a trace file in any format that can be read.
+
+A regime gives another batch for every seed. A trace is one batch; a seed then only shuffles the order in which its
+groups arrive, since that is what differs between two runs of the same work.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from makespan.rollout.errors import ConfigError, nearest
+from makespan.rollout.replay.importers import load
+from makespan.rollout.replay.trace import Trace, TraceTrajectory
+from makespan.rollout.simulation.batch import Hardware, alone_s
+from makespan.rollout.simulation.coding import CODING, coding_chains, generate_coding
+from makespan.rollout.simulation.cost import InferenceCost
+from makespan.rollout.simulation.regimes import CHAINS, GROUP_SIZE, MAX_CONTEXT_TOKENS, SYNTHETIC, generate
+
+KNEE_SEEDS = range(10)
+"""Batches over which a regime's knee is averaged; studies measure on other seeds."""
+
+MEMORY_MARGIN = 1.15
+"""How far the reference concurrency overbooks the memory: trajectories are rarely all at their mean context at once,
+and some are in the environment. Measured in simulation, within 5% of the best fixed concurrency on a grid."""
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """Something to simulate."""
+
+    name: str
+    batch: Callable[[int], Trace]
+    """The batch of a seed."""
+    is_regime: bool
+    max_context_tokens: int | None
+    """Contexts are cut to so many of their last tokens."""
+
+
+def workload(
+    name: str,
+    *,
+    sessions: Path | None = None,
+    format_: str | None = None,
+    skip_bad: bool = False,
+    chains: int = CHAINS,
+    group_size: int = GROUP_SIZE,
+) -> Workload:
+    """The regime of this name, or the trace in this file.
+
+    Args:
+        name: a regime's name or a path.
+        sessions: the recorded sessions that coding regimes draw from.
+        format_, skip_bad: how a trace file is read.
+        chains, group_size: the size of a regime's batch.
+
+    Raises `ConfigError` for what is neither, and for a coding regime without sessions; `FormatError` for a bad file.
+    """
+    if chains < 1 or group_size < 1:
+        raise ConfigError(f"a batch needs at least 1 chain in groups of at least 1, not {chains} and {group_size}")
+    if name in SYNTHETIC:
+        regime = SYNTHETIC[name]
+        return Workload(
+            name, lambda seed: generate(regime, seed, chains=chains, group_size=group_size), True, MAX_CONTEXT_TOKENS
+        )
+    if name in CODING:
+        coding = CODING[name]
+        if sessions is None:
+            raise ConfigError(
+                f"regime {name!r} draws from recorded coding sessions, which are not shipped: name the file with "
+                "--sessions PATH (its shape is in docs/traces.md)"
+            )
+        source = coding_chains(coding, sessions)
+        return Workload(
+            name,
+            lambda seed: generate_coding(coding, source, seed, chains=chains, group_size=group_size),
+            True,
+            MAX_CONTEXT_TOKENS,
+        )
+    path = Path(name)
+    if not path.exists():
+        known = nearest(name, [*SYNTHETIC, *CODING])
+        raise ConfigError(f"{name!r} is neither a file nor a regime{known}")
+    trace = load(path, format_, skip_bad=skip_bad)
+    return Workload(path.name, lambda seed: shuffled(trace, seed), False, None)
+
+
+def shuffled(trace: Trace, seed: int) -> Trace:
+    """The same trajectories with their groups in another order; seed 0 leaves them as recorded."""
+    groups: dict[str, list[TraceTrajectory]] = {}
+    for trajectory in trace.trajectories:
+        groups.setdefault(trajectory.group, []).append(trajectory)
+    order = list(groups)
+    if seed:
+        random.Random(seed).shuffle(order)
+    return Trace(trace.header, tuple(trajectory for group in order for trajectory in groups[group]))
+
+
+def knee_slots(work: Workload, cost: InferenceCost) -> int:
+    """Environment slots at the knee: mean environment work over the mean longest chain.
+
+    With fewer the slots decide how long a batch takes, with more its longest chain does.
+    """
+    seeds = KNEE_SEEDS if work.is_regime else range(1)
+    batches = [work.batch(seed) for seed in seeds]
+    longest_s = sum(max(alone_s(chain, cost)[-1] for chain in batch.trajectories) for batch in batches)
+    return max(1, round(sum(environment_s(batch) for batch in batches) / longest_s))
+
+
+def environment_s(trace: Trace) -> float:
+    """Seconds of environment actions in a trace, resets excluded."""
+    return sum(turn.environment_s or 0.0 for trajectory in trace.trajectories for turn in trajectory.turns)
+
+
+def reference_concurrency(trace: Trace, hardware: Hardware) -> int:
+    """Trajectories that fit into all replicas' memory at their mean context, overbooked by `MEMORY_MARGIN`.
+
+    A trajectory's context is its mean over its turns, and each trajectory counts once. Counting turns instead, as long
+    trajectories are more likely to be there at any moment, would halve the figure where lengths vary much and keep
+    short ones out for nothing.
+    """
+    limit = hardware.max_context_tokens or 1 << 60
+    means = [
+        sum(min(limit, turn.prompt_tokens + turn.generated_tokens) for turn in trajectory.turns) / len(trajectory.turns)
+        for trajectory in trace.trajectories
+    ]
+    memory = hardware.replicas * hardware.replica.kv_tokens
+    return max(1, int(MEMORY_MARGIN * memory * len(means) / sum(means)))
