@@ -107,6 +107,8 @@ class Job(msgspec.Struct, frozen=True):
     setting: str
     seeds: int
     sessions: str | None
+    policies: tuple[str, ...] | None = None
+    """None: all of the setting."""
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -125,6 +127,8 @@ def run_job(job: Job) -> Done:
     work = workload(job.regime, sessions=None if job.sessions is None else Path(job.sessions))
     slots = knee_slots(work, replica.cost)
     hardware = Hardware(replica=replica, slots=slots, max_context_tokens=work.max_context_tokens)
+    if job.policies is not None:
+        rungs = tuple(rung for rung in rungs if rung.name in job.policies)
     outcomes = climb(work, hardware, range(FIRST_SEED, FIRST_SEED + job.seeds), rungs)
     rows, over = [], []
     for rung in rungs:
@@ -172,8 +176,9 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     regimes = [*SYNTHETIC, *(CODING if options.sessions else ())]
     settings, seeds = options.settings.split(","), options.seeds
     if options.quick:
-        quick = [Job(regime, "ample", 2, None) for regime in QUICK_REGIMES]
-        return [*quick, Job("bfcl", "memory", 2, None), Job("swe", "memory", 1, None)]
+        quick = [Job(regime, "ample", 2, None, ("fifo", "progress", "oracle")) for regime in QUICK_REGIMES]
+        ladder = ("coupled", "decoupled", "concurrency")
+        return [*quick, Job("bfcl", "memory", 2, None, ladder), Job("swe", "memory", 1, None, ladder)]
     if options.regimes:
         regimes = options.regimes.split(",")
     return [Job(regime, setting, seeds, options.sessions) for setting in settings for regime in regimes]

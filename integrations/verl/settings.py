@@ -1,0 +1,69 @@
+"""The settings of the shells, each checked once when verl hands them over.
+
+verl passes plain mappings: the router's YAML file, the extra keys of an agent loop, the sampler's keyword arguments.
+They become the structs below, and an unknown key or a wrong type is a `ConfigError` that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from makespan.rollout.errors import ConfigError, nearest
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+
+class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The router's YAML file, without verl's own key `router_class`."""
+
+    policy: str = "sticky-least-inflight"
+    seed: int = 0
+    """For the random choice between equally loaded replicas."""
+    ticket_ttl_s: float = 3600.0
+    """A turn that is still not released after this time counts as lost. Longer than any generation takes."""
+
+
+class LoopSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys of the `makespan_env` entry in the agent-loop YAML."""
+
+    address: str
+    """The environment server's address, e.g. `tcp://10.0.0.7:5757`."""
+    environment: str = ""
+    """The environment's name on the server, for rows of the dataset whose task does not name one."""
+    max_turns: int = 64
+    """Turns of the assistant after which a trajectory is cut (truncated, not failed)."""
+    max_turn_tokens: int | None = None
+    """Generated tokens in one turn. By default a turn may use what is left of the response."""
+    trajectory_deadline_s: float = 3600.0
+    """Seconds after which a trajectory fails: the last resort against an environment or a replica that hangs."""
+    action_deadline_s: float = 600.0
+    """The longest an environment action may take, waiting for its slot included."""
+    connect_timeout_s: float = 30.0
+    """How long the first trajectory of a process waits for the environment server to answer."""
+    reward: Literal["environment", "trainer"] = "environment"
+    """`environment`: the sum of the steps' rewards is the reward. `trainer`: verl's own reward function gives it and
+    finds the environment's in `extra_info["environment_reward"]`."""
+
+
+class SamplerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`trainer.v1.sampler.sampler_kwargs`."""
+
+    deadline_s: float = 7200.0
+    """Seconds after which a step stops waiting: groups that are not finished then count as failed."""
+    poll_interval_s: float = 0.25
+    """How often the queue is read, and so the resolution of `makespan/makespan_s`."""
+
+
+def parse(kind: type[Settings], mapping: Mapping[str, Any], where: str) -> Settings:
+    """`mapping` as settings of this kind. `where` names its origin in the error, e.g. `router.yaml`."""
+    known = {field.name for field in msgspec.structs.fields(kind)}
+    for key in mapping:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, known)}")
+    try:
+        return msgspec.convert(dict(mapping), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error

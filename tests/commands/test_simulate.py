@@ -1,0 +1,93 @@
+"""`makespan simulate` and `makespan ablate` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from makespan.cli import main
+from makespan.commands.figure import Bar, figure
+
+
+def simulated(tmp_path, *arguments):
+    path = tmp_path / "figures.json"
+    assert main(["simulate", *arguments, "--json", str(path)]) == 0
+    return json.loads(path.read_bytes())
+
+
+def test_a_regime_is_simulated_and_says_what_it_measured(tmp_path, capsys):
+    figures = simulated(tmp_path, "bfcl", "--chains", "16", "--slots", "3")
+    assert figures["states"] == {"finished": 16}
+    assert figures["makespan_s"] >= figures["lower_bound_s"] > 0
+    chain = figures["last_chain"]
+    phases = (
+        "admission",
+        "replica_queue",
+        "prefill",
+        "recomputation",
+        "decode",
+        "slot_queue",
+        "environment",
+        "overhead",
+    )
+    assert sum(chain[name] for name in phases) == pytest.approx(chain["total"])
+    assert "times the lower bound" in capsys.readouterr().out
+
+
+def test_a_recorded_simulation_can_be_simulated_again_with_the_same_end(tmp_path):
+    trace, log = tmp_path / "trace.jsonl.gz", tmp_path / "events.jsonl"
+    size = ("--slots", "3", "--replicas", "2")
+    first = simulated(tmp_path, "bfcl", "--chains", "16", *size, "--record", str(trace), "--events", str(log))
+    again = simulated(tmp_path, str(trace), *size)
+    assert again["makespan_s"] == pytest.approx(first["makespan_s"])
+    assert simulated(tmp_path, str(log), *size)["makespan_s"] == pytest.approx(first["makespan_s"])
+
+
+def test_figures_go_to_standard_output_and_words_elsewhere(capsys):
+    assert main(["simulate", "bfcl", "--chains", "8", "--slots", "2", "--json", "-"]) == 0
+    written = capsys.readouterr()
+    assert json.loads(written.out)["workload"] == "bfcl"
+    assert "makespan" in written.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["simulate", "lognormel-1"], "did you mean 'lognormal-1'"),
+        (["simulate", "coding-sessions"], "--sessions PATH"),
+        (["simulate", "bfcl", "--slots", "0"], "--slots must be at least 1"),
+        (["simulate", "bfcl", "--scheduling", "fifa"], "did you mean 'fifo'"),
+        (["simulate", "bfcl", "--admission", "fix"], "did you mean 'fixed'"),
+        (["simulate", "bfcl", "--concurrency", "4"], "must be null"),
+        (["ablate", "bfcl"], "--simulate"),
+        (["ablate", "bfcl", "--simulate", "--seeds", "0"], "--seeds"),
+    ],
+)
+def test_bad_input_is_one_error_and_exit_code_2(arguments, says, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_the_ladder_is_a_table_json_and_a_figure(tmp_path, capsys):
+    path, image = tmp_path / "ladder.json", tmp_path / "ladder.svg"
+    arguments = ["ablate", "bfcl", "--simulate", "--seeds", "2", "--chains", "24", "--slots", "2"]
+    assert main([*arguments, "--json", str(path), "--figure", str(image)]) == 0
+    figures = json.loads(path.read_bytes())
+    rows = {row["rung"]: row for row in figures["rows"]}
+    assert figures["seeds"] == 2
+    assert rows["coupled"]["against_coupled_pct"]["mean"] == 0.0
+    assert rows["concurrency"]["against_coupled_pct"]["mean"] < 0
+    assert rows["oversample-cut"]["discarded_tokens"] > 0
+    assert "oracle" in capsys.readouterr().out
+    labels = [element.text for element in ElementTree.parse(image).iter("{http://www.w3.org/2000/svg}text")]
+    assert set(rows) < set(labels)
+
+
+def test_a_figures_bars_are_as_long_as_their_values():
+    root = ElementTree.fromstring(figure("a & b", "s", [Bar("x", 50.0, 0.0), Bar("y", 100.0, 0.0)]))
+    widths = [float(r.get("width")) for r in root.iter("{http://www.w3.org/2000/svg}rect")][1:]
+    assert widths[1] == pytest.approx(2 * widths[0])

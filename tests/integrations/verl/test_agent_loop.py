@@ -1,0 +1,295 @@
+"""A trajectory always comes back, with consistent tokens, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap
+from verl.workers.rollout.replica import TokenOutput
+
+from makespan.integrations.verl.agent_loop import EnvAgentLoop
+from makespan.rollout.environment import Action, ActionTiming, EnvironmentFailure, Message, Observation, StepResult
+from makespan.rollout.errors import EnvironmentUnreachable
+from makespan.rollout.trajectory import Task
+
+VOCABULARY = ["<end>", "<open>", "user", "assistant", "tool", "ask", "one", "two", "three", "done", "told"]
+TEMPLATE = (
+    "{% for m in messages %}<open> {{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<open> assistant {% endif %}"
+)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="told"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<end>", pad_token="<end>", chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def _ids(text: str) -> list[int]:
+    return [VOCABULARY.index(word) for word in text.split()]
+
+
+class FakeClient:
+    """verl's client: says the texts of `says` one after another; notes what it was asked."""
+
+    def __init__(self, *says: str | BaseException) -> None:
+        self._says = list(says)
+        self.requests: list[dict[str, Any]] = []
+        self.over: list[str] = []
+        self._load_balancer = self
+        self.finish_trajectory = self
+        self.hang = False
+        self.asked = asyncio.Event()
+
+    def remote(self, trajectory_id: str) -> None:
+        self.over.append(trajectory_id)
+
+    async def generate(self, **request: Any) -> TokenOutput:
+        self.requests.append(request)
+        self.asked.set()
+        if self.hang:
+            await asyncio.sleep(60)
+        said = self._says.pop(0)
+        if isinstance(said, BaseException):
+            raise said
+        ids = _ids(said)[: request["sampling_params"]["max_tokens"]]
+        return TokenOutput(
+            token_ids=ids,
+            log_probs=[-0.5] * len(ids),
+            stop_reason="completed",
+            num_preempted=0,
+            extra_fields={"global_steps": 4, "min_global_steps": 4, "max_global_steps": 4, "num_cached_tokens": 3},
+        )
+
+
+class FakeEnvironment:
+    """Answers each action with `told`; the action `done` ends the task with a reward of 1. Or fails as told to."""
+
+    def __init__(self, *, fail_open: Exception | None = None, fail_step: Exception | None = None) -> None:
+        self._fail_open, self._fail_step = fail_open, fail_step
+        self.actions: list[str] = []
+        self.closed = 0
+        self.tasks: list[Task] = []
+
+    async def open(self, trajectory_id: str, task: Task, **_: Any) -> tuple[FakeEnvironment, Observation, ActionTiming]:
+        self.tasks.append(task)
+        if self._fail_open:
+            raise self._fail_open
+        return self, Observation((Message("user", "ask"),)), ActionTiming("x.start", 0.25, 0.5)
+
+    async def step(self, action: Action, **_: Any) -> tuple[StepResult, ActionTiming]:
+        self.actions.append(action.text)
+        if self._fail_step:
+            raise self._fail_step
+        done = action.text == "done"
+        observation = Observation(() if done else (Message("tool", "told"),))
+        result = StepResult(observation=observation, reward=float(done), terminated=done)
+        return result, ActionTiming("x.step", 0.5, 1.0)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def _loop(
+    client: FakeClient, backend: Any, *, response_length: int = 64, prompt_length: int = 16, **settings: Any
+) -> Any:
+    config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "rollout": {
+                    "response_length": response_length,
+                    "prompt_length": prompt_length,
+                    "calculate_log_probs": True,
+                }
+            },
+            "data": {},
+            "trainer": {"project_name": "p", "experiment_name": "e"},
+        }
+    )
+    loop = EnvAgentLoop(
+        trainer_config=DictConfigWrap(config), server_manager=client, tokenizer=_tokenizer(), processor=None,
+        dataset_cls=None, data_config=DictConfigWrap(config.data), hf_model_type="granitemoehybrid",
+        name="makespan_env", tools=None, **{"address": "tcp://nowhere:1", **settings},
+    )  # fmt: skip
+
+    async def given(_settings: Any) -> Any:
+        if isinstance(backend, Exception):
+            raise backend
+        return backend
+
+    loop._backend = given
+    return loop
+
+
+ROW = {"uid": "g", "session_id": 1, "global_steps": 5, "extra_info": {"task": '{"task_id": "t7", "environment": "x"}'}}
+
+
+def _run(make: Callable[[], Any], row: dict[str, Any] = ROW) -> AgentLoopOutput:
+    async def play() -> AgentLoopOutput:
+        output: AgentLoopOutput = await make().run({"temperature": 1.0, "logprobs": True}, **row)
+        return output
+
+    return asyncio.run(play())
+
+
+PROMPT = _ids("<open> user ask <end> <open> assistant")
+
+
+def test_a_finished_trajectory_has_its_exact_tokens_mask_log_probabilities_and_reward() -> None:
+    client, environment = FakeClient("one two <end>", "done <end>"), FakeEnvironment()
+    output = _run(lambda: _loop(client, environment))
+    told = _ids("<open> tool told <end> <open> assistant")
+    assert output.prompt_ids == PROMPT
+    assert output.response_ids == [*_ids("one two <end>"), *told, *_ids("done <end>")]
+    assert output.response_mask == [1] * 3 + [0] * len(told) + [1] * 2
+    assert output.response_logprobs == [-0.5] * 3 + [0.0] * len(told) + [-0.5] * 2
+    assert output.reward_score == 1.0
+    assert output.extra_fields["reward_extra_info"] == {"score": 1.0, "finished": 1.0, "failed": 0.0}
+    assert output.num_turns == 4  # user, assistant, tool, assistant
+    assert environment.actions == ["one two", "done"]
+    assert environment.tasks == [Task(task_id="t7", environment="x")]
+
+
+def test_its_figures_are_the_sums_of_what_client_and_environment_said() -> None:
+    output = _run(lambda: _loop(FakeClient("one two <end>", "done <end>"), FakeEnvironment()))
+    figures = output.extra_fields["makespan"]
+    assert (figures["state"], figures["turns"], figures["generated_tokens"]) == ("finished", 2, 5)
+    assert (figures["slot_queue_s"], figures["environment_s"]) == (0.25 + 2 * 0.5, 0.5 + 2 * 1.0)
+    assert figures["prompt_tokens"] == 6 + (6 + 3 + 6)
+    assert figures["cached_tokens"] == 2 * 3
+    # Turn 2: the replicas had computed 6 + 3 - 1 = 8 tokens of this context, and 3 of them were cached.
+    assert figures["recomputed_tokens"] == 8 - 3
+
+
+def test_each_turns_prompt_begins_with_the_last_turns_prompt_and_generated_ids() -> None:
+    client = FakeClient("one <end>", "two <end>", "done <end>")
+    _run(lambda: _loop(client, FakeEnvironment()))
+    prompts = [request["prompt_ids"] for request in client.requests]
+    for earlier, later, said in zip(prompts, prompts[1:], ("one <end>", "two <end>"), strict=False):
+        assert later[: len(earlier) + 2] == earlier + _ids(said)
+
+
+def test_the_router_is_told_of_each_turn_without_its_prompt_and_of_the_end() -> None:
+    client = FakeClient("one <end>", "done <end>")
+    _run(lambda: _loop(client, FakeEnvironment()))
+    assert [request["request_id"] for request in client.requests] == ["g_1|0", "g_1|1"]
+    assert client.requests[1]["sampling_params"]["extra_args"] == {
+        "makespan": {"trajectory": "g_1", "turn": 1, "context_tokens": 6 + 2 + 6, "group": "g", "worker": ""}
+    }
+    assert client.over == ["g_1"]
+
+
+def test_a_turn_that_is_cut_is_ended_by_a_token_that_is_not_trained_on() -> None:
+    client = FakeClient("one two three <end>", "done <end>")
+    output = _run(lambda: _loop(client, FakeEnvironment(), max_turn_tokens=2))
+    told = _ids("<end> <open> tool told <end> <open> assistant")
+    assert output.response_ids == [*_ids("one two"), *told, *_ids("done <end>")]
+    assert output.response_mask == [1, 1] + [0] * len(told) + [1, 1]
+
+
+def test_limits_truncate_without_a_failure() -> None:
+    by_turns = _run(lambda: _loop(FakeClient("one <end>", "two <end>"), FakeEnvironment(), max_turns=2))
+    assert by_turns.extra_fields["makespan"]["state"] == "truncated"
+    assert by_turns.response_ids[-2:] == _ids("two <end>")
+    full = _run(lambda: _loop(FakeClient("one two three"), FakeEnvironment(), response_length=3))
+    assert (full.response_ids, full.extra_fields["makespan"]["state"]) == (_ids("one two three"), "truncated")
+    no_room = _run(lambda: _loop(FakeClient("one <end>"), FakeEnvironment(), response_length=8))
+    assert (no_room.response_ids, no_room.extra_fields["makespan"]["state"]) == (_ids("one <end>"), "truncated")
+
+
+def _is_failed(output: AgentLoopOutput, kind: str) -> None:
+    assert output.extra_fields["makespan"]["state"] == "failed"
+    assert output.extra_fields["makespan"]["failure"] == kind
+    assert len(output.prompt_ids) > 0
+    assert len(output.response_ids) == len(output.response_mask) == len(output.response_logprobs) > 0
+    assert not any(output.response_mask)
+    assert not any(output.response_logprobs)
+    assert output.reward_score == 0.0
+    assert output.extra_fields["reward_extra_info"] == {"score": 0.0, "finished": 0.0, "failed": 1.0}
+    for field in ("global_steps", "min_global_steps", "max_global_steps"):
+        assert output.extra_fields[field] == 4  # an integer, as verl's metrics need
+    # What verl stores has the same fields as any other trajectory's.
+    assert set(output.as_dict()) == set(_run(lambda: _loop(FakeClient("done <end>"), FakeEnvironment())).as_dict())
+
+
+FAILURES = {
+    "refused": EnvironmentFailure("refused", "no such task"),
+    "raised": EnvironmentFailure("raised", "boom"),
+    "unknown_outcome": EnvironmentFailure("unknown_outcome", "the worker died"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_an_environment_that_fails_gives_a_masked_failed_trajectory(kind: str) -> None:
+    at_open = _run(lambda: _loop(FakeClient(), FakeEnvironment(fail_open=FAILURES[kind])))
+    _is_failed(at_open, kind)
+    environment = FakeEnvironment(fail_step=FAILURES[kind])
+    at_step = _run(lambda: _loop(FakeClient("one two <end>"), environment))
+    _is_failed(at_step, kind)
+    assert at_step.response_ids == _ids("one two <end>")
+    assert environment.closed == 1
+
+
+def test_a_server_that_nobody_reaches_gives_a_failed_trajectory() -> None:
+    _is_failed(_run(lambda: _loop(FakeClient(), EnvironmentUnreachable("nobody answers"))), "unreachable")
+
+
+def test_a_dead_replica_gives_a_failed_trajectory_and_closes_its_session() -> None:
+    environment = FakeEnvironment()
+    died = ray.exceptions.ActorDiedError()
+    _is_failed(_run(lambda: _loop(FakeClient("one <end>", died), environment)), "replica")
+    assert environment.closed == 1
+
+
+def test_a_trajectory_over_its_deadline_fails_and_closes_its_session() -> None:
+    client, environment = FakeClient(), FakeEnvironment()
+    client.hang = True
+    _is_failed(_run(lambda: _loop(client, environment, trajectory_deadline_s=0.05)), "timeout")
+    assert (environment.closed, client.over) == (1, ["g_1"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "row"),
+    [
+        ({"max_turn": 3}, ROW),
+        ({}, {**ROW, "extra_info": {}}),
+        ({}, {**ROW, "extra_info": {"task": "not json"}}),
+        ({"prompt_length": 5}, ROW),
+    ],
+)
+def test_a_mistake_of_the_user_gives_a_failed_trajectory_not_an_exception(
+    settings: dict[str, Any], row: dict[str, Any]
+) -> None:
+    _is_failed(_run(lambda: _loop(FakeClient(), FakeEnvironment(), **settings), row), "configuration")
+
+
+def test_cancellation_is_not_caught_and_leaves_no_session_and_no_count() -> None:
+    client, environment = FakeClient(), FakeEnvironment()
+    client.hang = True
+
+    async def play() -> None:
+        task = asyncio.create_task(_loop(client, environment).run({}, **ROW))
+        await client.asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+    assert (environment.closed, client.over) == (1, ["g_1"])
+
+
+def test_with_verls_reward_function_the_loop_leaves_the_reward_to_it_and_reports_the_environments() -> None:
+    output = _run(lambda: _loop(FakeClient("done <end>"), FakeEnvironment(), reward="trainer"))
+    assert output.reward_score is None
+    assert output.extra_fields["environment_reward"] == 1.0
+    assert "reward_extra_info" not in output.extra_fields

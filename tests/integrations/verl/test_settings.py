@@ -1,0 +1,37 @@
+"""What a user writes is checked once, and a mistake is named."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from makespan.integrations.verl import agent_loop_config, router_config
+from makespan.integrations.verl.settings import LoopSettings, RouterSettings, SamplerSettings, parse
+from makespan.rollout.errors import ConfigError
+
+
+def test_the_shipped_router_yaml_holds_valid_settings() -> None:
+    written = yaml.safe_load(router_config().read_text())
+    assert written.pop("router_class") == "makespan.integrations.verl.router.TrajectoryRouterActor"
+    assert parse(RouterSettings, written, "router.yaml").policy == "sticky-least-inflight"
+
+
+def test_the_shipped_agent_loop_yaml_holds_valid_settings_below_the_samplers_deadline() -> None:
+    (entry,) = yaml.safe_load(agent_loop_config().read_text())
+    assert entry.pop("name") == "makespan_env"
+    assert entry.pop("_target_") == "makespan.integrations.verl.agent_loop.EnvAgentLoop"
+    settings = parse(LoopSettings, entry, "agent_loops.yaml")
+    assert settings.reward == "environment"
+    assert settings.trajectory_deadline_s < SamplerSettings().deadline_s
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_valid_one() -> None:
+    with pytest.raises(ConfigError, match=r"the YAML: unknown key 'max_turn' \(did you mean 'max_turns'\?\)"):
+        parse(LoopSettings, {"address": "tcp://x:1", "max_turn": 3}, "the YAML")
+
+
+def test_a_wrong_type_and_a_missing_key_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="deadline_s"):
+        parse(SamplerSettings, {"deadline_s": "soon"}, "sampler_kwargs")
+    with pytest.raises(ConfigError, match="address"):
+        parse(LoopSettings, {}, "the YAML")
