@@ -17,8 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import pandas
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from makespan.envs.bfcl.environment import BfclEnvironment
 from makespan.integrations.models import resolve
@@ -47,7 +46,6 @@ def write(directory: Path) -> None:
     model = directory / "model"
     shutil.copytree(resolve("embedded"), model, dirs_exist_ok=True)
     _write_word_tokenizer(model, words)
-    _fill_padding_row(model)
     _write_rows(directory / "train.parquet", tasks)
 
 
@@ -81,24 +79,6 @@ def _write_word_tokenizer(model: Path, words: Counter[str]) -> None:
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(model)
-
-
-def _fill_padding_row(model: Path) -> None:
-    """Give the padding token's embedding a value like any other's.
-
-    It is initialised to zero, and this model may say the word. The norm of a zero vector has a gradient of 1/sqrt(eps),
-    so that a single such token would give the first step a gradient norm of 10^7.
-    """
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    rows = network.get_input_embeddings().weight
-    values = torch.empty(rows.shape[1]).normal_(0.0, rows[1:].detach().float().std().item(), generator=_seeded())
-    with torch.no_grad():
-        rows[network.config.pad_token_id] = values.to(rows.dtype)
-    network.save_pretrained(model)
-
-
-def _seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def _write_rows(path: Path, tasks: dict[str, tuple[Message, ...]]) -> None:

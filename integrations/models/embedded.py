@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-REVISION = "3"
+REVISION = "4"
 """Part of the directory's name: raise it with any change of what is built, so that no stale model is used."""
 
 
@@ -106,5 +106,9 @@ def _write_model(directory: Path, vocabulary: int) -> None:
     )
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            # A padding row of zeros would have a gradient norm of 10^7 once the model generates that token.
+            model.get_input_embeddings().weight[config.pad_token_id].normal_(std=config.initializer_range)
+        model = model.to(torch.bfloat16)
     model.save_pretrained(directory)

@@ -17,7 +17,7 @@ from makespan.rollout.errors import FormatError
 from makespan.rollout.replay.growth import Recorded, grown
 from makespan.rollout.replay.trace import TraceError, TraceTrajectory, TraceTurn, read_lines
 
-TOOL_USE, END_TURN = "tool_use", "end_turn"
+TOOL_USE = "tool_use"
 
 GAP_CAP_S = 30.0
 """Longest time that a tool is believed to have run; the median gap is 9 s, and 1% are above 10 minutes."""

@@ -12,7 +12,7 @@ from statistics import NormalDist
 import msgspec
 
 from makespan.rollout.errors import FormatError
-from makespan.rollout.replay.sessions import ASSUMPTIONS, END_TURN, SessionStep, read_sessions, session_turns
+from makespan.rollout.replay.sessions import ASSUMPTIONS, TOOL_USE, SessionStep, read_sessions, session_turns
 from makespan.rollout.replay.trace import Trace, TraceHeader, TraceTrajectory
 from makespan.rollout.simulation.regimes import CHAINS, GROUP_SIZE, RHO, draw_chains
 
@@ -27,7 +27,7 @@ class CodingRegime(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     segments: bool = False
-    """Cut at every `end_turn`: a chain is what an agent does without a person."""
+    """Cut after every turn that did not stop for a tool: a chain is what an agent does without a person."""
     max_turns: int | None = None
 
 
@@ -53,7 +53,7 @@ def coding_chains(regime: CodingRegime, path: Path) -> Chains:
             continue
         begin = 0
         for number, step in enumerate(session.steps, start=1):
-            if step.stop == END_TURN or number == len(session.steps):
+            if step.stop != TOOL_USE or number == len(session.steps):
                 chains.append(session.steps[begin:number])
                 begin = number
     if not chains:

@@ -33,6 +33,13 @@ def test_the_embedded_model_has_a_logit_for_each_token_and_no_other(built):
     assert config.layer_types == ["mamba", "mamba", "mamba", "attention"]
 
 
+def test_no_embedding_is_zero_so_that_training_has_finite_gradients(built):
+    from safetensors.torch import load_file
+
+    embeddings = load_file(built / "model.safetensors")["model.embed_tokens.weight"].float()
+    assert embeddings.norm(dim=1).min() > 0.1  # 256 values of deviation 0.02: about 0.32
+
+
 def test_the_embedded_tokenizer_gives_back_any_text(built):
     from transformers import AutoTokenizer
 

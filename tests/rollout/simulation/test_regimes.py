@@ -83,7 +83,7 @@ def sessions(tmp_path):
     path = tmp_path / "sessions.jsonl"
     tool, end = "tool_use", "end_turn"
     documents = [
-        session("a", [tool, tool, end, tool, end]),
+        session("a", [tool, tool, end, tool, ""]),
         session("b", [tool] * 70),
         session("c", [end]),
     ]
