@@ -1,4 +1,4 @@
-"""What the engine writes into its log of a trajectory: one function an entry, so that each shape stands in one place."""
+"""What the engine writes into its log of a trajectory: one function an entry, so each shape stands in one place."""
 
 from __future__ import annotations
 

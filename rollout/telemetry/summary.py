@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from makespan.rollout.agent import ActionSource
-from makespan.rollout.telemetry.analysis import BatchAnalysis, Completions, Phases, SlotClass, Tokens
+from makespan.rollout.telemetry.analysis import BatchAnalysis, Completions, Phases, SlotClass, Tail, Tokens
+from makespan.rollout.telemetry.bounds import Bounds
+from makespan.rollout.telemetry.last_chain import LastChain
 
 SUMMARY_VERSION = 1
 
@@ -45,6 +47,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     makespan_s: float
     complete: bool
     lower_bound_s: float | None
+    """The largest of `bounds_s`."""
+    bounds_s: Bounds
+    tail_s: Tail
+    last_chain: LastChain | None
+    """Where the time of the trajectory that ended last went; its parts add up to `total`."""
     trajectories: TrajectoryCounts
     completion_s: Completions
     phases_s: Phases
@@ -84,6 +91,9 @@ def summarise(
         makespan_s=analysis.makespan_s,
         complete=analysis.complete,
         lower_bound_s=analysis.lower_bound_s,
+        bounds_s=analysis.bounds_s,
+        tail_s=analysis.tail_s,
+        last_chain=analysis.last_chain,
         trajectories=TrajectoryCounts(
             total=total,
             finished=states.get("finished", 0),

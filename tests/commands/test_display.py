@@ -8,7 +8,9 @@ from rich.console import Console
 
 from makespan.commands.display import progress_line, show_summary
 from makespan.rollout.engine import EngineStatus
-from makespan.rollout.telemetry.analysis import Completions, Phases, Tokens
+from makespan.rollout.telemetry.analysis import Completions, Phases, Tail, Tokens
+from makespan.rollout.telemetry.bounds import Bounds
+from makespan.rollout.telemetry.last_chain import LastChain
 from makespan.rollout.telemetry.summary import Reward, Summary, TrajectoryCounts
 
 
@@ -33,6 +35,22 @@ def summary(**changes) -> Summary:
         "makespan_s": 20.0,
         "complete": True,
         "lower_bound_s": 10.0,
+        "bounds_s": Bounds(slots={"x.step": 10.0}, inference=None, chain=None),
+        "tail_s": Tail(after_90=4.0, after_99=0.5),
+        "last_chain": LastChain(
+            trajectory_id="slow#0",
+            turns=3,
+            total=20.0,
+            admission=1.0,
+            inference=6.0,
+            replica_queue=None,
+            prefill=None,
+            recomputation=None,
+            decode=None,
+            slot_queue=2.5,
+            environment=10.5,
+            overhead=0.0,
+        ),
         "trajectories": TrajectoryCounts(total=3, finished=2, truncated=0, failed=1, cancelled=0),
         "completion_s": Completions(p50=5.0, p90=9.0, p99=9.9),
         "phases_s": Phases(
@@ -71,6 +89,13 @@ def test_the_makespan_stands_beside_its_bound_and_failures_beside_rewards():
     assert rows["trajectories"] == "3: finished 2, failed 1"
     assert rows["failed: raised"] == "1"
     assert "stopped early" in printed(summary(complete=False))["makespan"]
+
+
+def test_the_tail_and_the_last_trajectory_are_explained():
+    rows = printed(summary())
+    assert rows["last 10% / last 1% took"] == "4.0 s / 0.5 s"
+    assert rows["last to end"] == "slow#0: environment 10.5 s, slot queue 2.5 s, admission 1.0 s"
+    assert "last to end" not in printed(summary(last_chain=None))
 
 
 def test_a_scripted_reward_is_never_shown_as_the_models():

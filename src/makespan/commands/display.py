@@ -128,6 +128,14 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         )
         for name, c in summary.slot_classes.items()
     ]
+    rows.append(
+        ("last 10% / last 1% took", " / ".join(_figure(v, " s") for v in msgspec.structs.astuple(summary.tail_s)))
+    )
+    if (chain := summary.last_chain) is not None:
+        parts = {name: value for name, value in msgspec.structs.asdict(chain).items() if isinstance(value, float)}
+        longest = sorted((name for name in parts if name not in ("total", "inference")), key=lambda name: -parts[name])
+        where = ", ".join(f"{name.replace('_', ' ')} {parts[name]:.1f} s" for name in longest[:3])
+        rows.append(("last to end", f"{chain.trajectory_id}: {where}"))
     label = "reward (scripted actions: says nothing of the model)" if summary.reward.source == "script" else "reward"
     rows.append((label, _figure(summary.reward.mean, digits=3)))
     if summary.reward.source == "model":

@@ -40,7 +40,7 @@ from makespan.rollout.scheduling import action_key
 from makespan.rollout.telemetry.analysis import analyse
 from makespan.rollout.telemetry.atif import write_trajectories
 from makespan.rollout.telemetry.events import EventLog
-from makespan.rollout.telemetry.merge import merge_directory
+from makespan.rollout.telemetry.merge import MergedLog, merge_directory
 from makespan.rollout.telemetry.summary import Summary, summarise
 from makespan.rollout.trajectory import Task, TrajectoryResult
 
@@ -159,7 +159,7 @@ class _Run:
             analyse(log),
             name=directory.name,
             source=config.actions,
-            notes=_notes(config),
+            notes=[*_notes(config), *_log_notes(log)],
             setup_s=self._setup_s,
             machine=machine(),
             total=total,
@@ -352,6 +352,12 @@ def _notes(config: RunConfig) -> list[str]:
         )
     if config.environment.address is not None:
         notes.append("the environment server is not this run's own: its event log is where it was started")
+    return notes
+
+
+def _log_notes(log: MergedLog) -> list[str]:
+    notes = list(log.missing)
+    notes += [f"the last line of the log {writer} was cut off" for writer in log.torn]
     return notes
 
 
