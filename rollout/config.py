@@ -21,8 +21,8 @@ from makespan.rollout.errors import ConfigError, FormatError, nearest
 CONFIG_VERSION = 1
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class ReplicasConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tokens of one engine step: the chunk in which long prompts are prefilled (vLLM's setting)."""
     max_model_len: Count = 32_768
     """Longest context in tokens (vLLM's setting); the model's own limit must allow it."""
-    kv_cache_gib: Annotated[float, msgspec.Meta(gt=0)] | None = 1.0
+    kv_cache_gib: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = 1.0
     """Memory of one replica for KV cache and recurrent states. Null: what vLLM finds free (on a GPU)."""
     num_blocks: Count | None = None
     """Overrides the number of cache blocks, to study scarce memory."""
@@ -116,7 +116,7 @@ class RunConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: str = "run"
     """The run's directory is `runs_directory/name`, with a number added when that exists."""
     runs_directory: str = "runs"
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
     tasks: Count = 64
     samples_per_task: Count = 1
     """Trajectories of each task; they form a group."""

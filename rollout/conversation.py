@@ -61,6 +61,7 @@ class Conversation:
                 "the chat template marks no end of an assistant message and the tokenizer has no EOS token"
             )
         self.stop_token_ids: tuple[int, ...] = self._stop_tokens()
+        self.extension([], [Message("user", "?")])  # a template that rewrites history is found here, not in a batch
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         try:
@@ -106,7 +107,7 @@ class Conversation:
             )
         tail = longer[len(self._rendered_past) :]
         ids = self._encode(self._rendered_past.partition(_MARK)[2] + tail)
-        if generated and self._turn_end and generated[-1] == self._turn_end[0]:
+        if generated and ids and generated[-1] == ids[0] and ids[0] in self.stop_token_ids:
             return ids[1:]
         return ids
 

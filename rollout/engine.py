@@ -11,7 +11,9 @@ ticket, its place at a replica and its environment session are given back on eve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -43,6 +45,8 @@ from makespan.rollout.trajectory import (
     TrajectoryState,
     Turn,
 )
+
+logger = logging.getLogger("makespan.engine")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +139,10 @@ class RolloutEngine:
             )
         async with asyncio.TaskGroup() as group:
             self._tasks = [group.create_task(self._run(t, on_end), name=t.trajectory_id) for t in self._trajectories]
+        for trajectory in self._trajectories:
+            if trajectory.state not in TERMINAL:  # stopped before its coroutine took its first step
+                _end_early(trajectory, TrajectoryState.CANCELLED, "cancelled", "the batch was stopped")
+                self._finish(trajectory, on_end)
         self._events.emit("batch_end", stopped=self._stopping)
         self._events.flush()
         return [trajectory.result() for trajectory in self._trajectories]
@@ -191,19 +199,24 @@ class RolloutEngine:
         except MakespanError as failure:
             kind = "replica" if isinstance(failure, ReplicaFailure) else "configuration"
             _end_early(trajectory, TrajectoryState.FAILED, kind, str(failure))
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            message = f"the trajectory took longer than {self._limits.trajectory_timeout_s} s after its admission"
-            _end_early(trajectory, TrajectoryState.FAILED, "deadline", message)
+        except Exception as error:  # a bug, or what nobody foresaw: it costs this trajectory, aloud, not the batch
+            if isinstance(error, TimeoutError) and deadline.expired():
+                message = f"the trajectory took longer than {self._limits.trajectory_timeout_s} s after its admission"
+                _end_early(trajectory, TrajectoryState.FAILED, "deadline", message)
+            else:
+                logger.exception("trajectory %s failed by an unexpected error", trajectory.trajectory_id)
+                _end_early(trajectory, TrajectoryState.FAILED, "internal", f"{type(error).__name__}: {error}")
         except asyncio.CancelledError:
             _end_early(trajectory, TrajectoryState.CANCELLED, "cancelled", "the batch was stopped")
             if not self._stopping:
+                entries.end(self._events, trajectory)
                 raise
         finally:
             self._router.finish(trajectory.trajectory_id)
-            if trajectory.state in TERMINAL:  # else an error of ours is on its way up
-                entries.end(self._events, trajectory)
+        self._finish(trajectory, on_end)
+
+    def _finish(self, trajectory: Trajectory, on_end: Callable[[TrajectoryResult], None] | None) -> None:
+        entries.end(self._events, trajectory)
         if on_end is not None:
             on_end(trajectory.result())
 
@@ -240,12 +253,13 @@ class RolloutEngine:
         trajectory.enter(TrajectoryState.RESETTING)
         start_s = asyncio.get_running_loop().time()
         progress = self._progress(trajectory, started_s)
-        session, observation, timing = await self._environments.open(
-            trajectory.trajectory_id,
-            trajectory.task,
-            key=self._action_key(trajectory.trajectory_id, progress),
-            progress=progress,
-        )
+        with self._noting_failure("reset", trajectory, start_s, turn=0):
+            session, observation, timing = await self._environments.open(
+                trajectory.trajectory_id,
+                trajectory.task,
+                key=self._action_key(trajectory.trajectory_id, progress),
+                progress=progress,
+            )
         try:
             trajectory.environment_s += timing.service_s
             entries.action(self._events, "reset", trajectory, timing, start_s, turn=0)
@@ -260,12 +274,13 @@ class RolloutEngine:
         trajectory.enter(TrajectoryState.GENERATING)
         turn = len(trajectory.turns)
         room_tokens = self._limits.max_context_tokens - len(trajectory.context_ids)
+        if turn >= self._limits.max_turns:
+            trajectory.end(TrajectoryState.TRUNCATED, Failure("turns", f"cut after {turn} turns (limits.max_turns)"))
+            return
         sampling = self._agent.sampling(trajectory, room_tokens)
-        if turn >= self._limits.max_turns or sampling is None:
-            limit, value = (
-                ("turns", self._limits.max_turns) if sampling else ("context", self._limits.max_context_tokens)
-            )
-            trajectory.end(TrajectoryState.TRUNCATED, Failure(limit, f"cut at the limit of {value} ({limit})"))
+        if sampling is None:
+            message = f"cut: the next turn does not fit into {self._limits.max_context_tokens} tokens of context"
+            trajectory.end(TrajectoryState.TRUNCATED, Failure("context", message))
             return
         prompt_tokens = len(trajectory.context_ids)
         replica_id, completion = await self._generate(trajectory, turn, sampling)
@@ -337,12 +352,25 @@ class RolloutEngine:
     ) -> StepResult:
         progress = self._progress(trajectory, started_s)
         start_s = asyncio.get_running_loop().time()
-        result, timing = await session.step(
-            Action(reply.text), key=self._action_key(trajectory.trajectory_id, progress), progress=progress
-        )
+        with self._noting_failure("act", trajectory, start_s, turn):
+            result, timing = await session.step(
+                Action(reply.text), key=self._action_key(trajectory.trajectory_id, progress), progress=progress
+            )
         trajectory.environment_s += timing.service_s
         entries.action(self._events, "act", trajectory, timing, start_s, turn=turn)
         return result
+
+    @contextlib.contextmanager
+    def _noting_failure(self, kind: str, trajectory: Trajectory, start_s: float, turn: int) -> Iterator[None]:
+        """An action that fails held a slot, too: the log must not read as if nothing had run."""
+        try:
+            yield
+        except EnvironmentFailure as failure:
+            entries.failed_action(self._events, kind, trajectory, failure.kind, start_s, turn)
+            raise
+        except asyncio.CancelledError:
+            entries.failed_action(self._events, kind, trajectory, "cancelled", start_s, turn)
+            raise
 
     def _progress(self, trajectory: Trajectory, started_s: float) -> Progress:
         return Progress(

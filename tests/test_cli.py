@@ -63,6 +63,7 @@ def test_an_unknown_setting_is_answered_with_the_nearest_one(capsys, config):
         ("environment.tasks_file=nowhere.jsonl", "environment.tasks_file: cannot read 'nowhere.jsonl'"),
         ("replicas.max_model_len=1000000", "replicas.max_model_len is 1000000, and embedded-"),
         ("name=a/b", "name: 'a/b' cannot be a directory's name"),
+        ('name="a\\0b"', "cannot be a directory's name"),
         ("version=2", "configuration of version 2; this makespan reads 1"),
     ],
 )
@@ -73,7 +74,8 @@ def test_a_setting_that_cannot_be_used_is_refused(capsys, config, setting, messa
 def test_a_model_path_without_a_model_is_refused(capsys, config, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in refused(capsys, ["run", config(), "--model", str(tmp_path / "empty")])
-    assert "neither a directory nor one of embedded, smollm2" in refused(capsys, ["run", config(), "--model", "llama"])
+    for name in ("llama", "null", "123", "a: b"):  # a name is a name, whatever YAML makes of it
+        assert f"{name!r} is neither a directory nor one of" in refused(capsys, ["run", config(), "--model", name])
     (tmp_path / "empty" / "config.json").write_text("[1, 2")
     assert "is not a model's configuration" in refused(capsys, ["run", config(), "--model", str(tmp_path / "empty")])
 

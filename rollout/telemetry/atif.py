@@ -7,6 +7,8 @@ are in the step's metrics, in the order in which they were in the context.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from makespan.rollout.telemetry.merge import MergedLog
 from makespan.rollout.trajectory import Segment, TrajectoryResult, Turn
 
 SCHEMA_VERSION = "ATIF-v1.8"
+
+LONGEST_FILE_NAME = 120
+"""Characters of an id that are kept in a file's name; file systems allow 255 bytes."""
 
 Durations = dict[tuple[str, int, str], dict[str, Any]]
 """What the event log measured, by (trajectory id, turn, kind of event)."""
@@ -118,5 +123,13 @@ def write_trajectories(
 
 
 def file_name(trajectory_id: str) -> str:
-    """A trajectory's id as a file's name: what is neither a letter, a digit nor one of `._-` becomes `_`."""
-    return "".join(c if c.isalnum() or c in "._-" else "_" for c in trajectory_id)
+    """A trajectory's id as a file's name, another one for each id.
+
+    Ids of letters, digits and `._-#` that are not too long stand as they are. Any other id loses the characters that
+    a file system may not like, and gains a part of its hash.
+    """
+    readable = re.sub(r"[^A-Za-z0-9._#-]", "_", trajectory_id)
+    if readable == trajectory_id and len(readable) <= LONGEST_FILE_NAME:
+        return readable
+    digest = hashlib.sha256(trajectory_id.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{readable[:LONGEST_FILE_NAME]}~{digest[:16]}"

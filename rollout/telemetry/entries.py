@@ -44,6 +44,24 @@ def action(
         slot_class=timing.slot_class,
         queue_s=timing.queue_s,
         service_s=timing.service_s,
+        outcome="ok",
+    )
+
+
+def failed_action(events: EventLog, kind: str, trajectory: Trajectory, outcome: str, start_s: float, turn: int) -> None:
+    """A reset or an action did not succeed; `outcome` is the kind of failure, or `cancelled`.
+
+    How long it waited and ran is not told to the engine: the broker's log has it.
+    """
+    events.emit(
+        kind,
+        trajectory.trajectory_id,
+        turn=turn,
+        start_s=start_s,
+        slot_class=f"{trajectory.task.environment}.{'start' if kind == 'reset' else 'step'}",
+        queue_s=None,
+        service_s=None,
+        outcome=outcome,
     )
 
 

@@ -6,6 +6,7 @@ Errors that a user can act on (`MakespanError`) become one line on standard erro
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,7 @@ def _dispatch(options: argparse.Namespace) -> int:
 
         overrides = list(options.set)
         if options.model is not None:
-            overrides.append(f"model.path={options.model}")
+            overrides.append(f"model.path={json.dumps(options.model)}")  # a name such as 123 or on stays a name
         return run(load(options.config, overrides), console, options.json)
     if options.command == "doctor":
         from makespan.commands.doctor import doctor

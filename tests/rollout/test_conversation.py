@@ -34,9 +34,18 @@ def test_a_template_that_rewrites_history_is_refused():
                 text += f"<^>{message['role']}:{content}<|>\n"
             return text + ("<^>assistant:" if add_generation_prompt else "")
 
-    conversation = Conversation(Rewriting())
     with pytest.raises(ConfigError, match="use a template that only appends"):
-        conversation.extension([ord("x"), END], [Message("user", "next")])
+        Conversation(Rewriting())
+
+
+def test_a_template_that_marks_ends_only_between_messages_doubles_no_end():
+    class Between(CharacterTokenizer):
+        def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt):
+            text = "<|>".join(f"{m['role']}:{m['content']}" for m in conversation)
+            return text + ("<|>assistant:" if add_generation_prompt else "")
+
+    ids = Conversation(Between()).extension([ord("x"), END], [Message("user", "y")])
+    assert ids == CharacterTokenizer().encode("user:y<|>assistant:", add_special_tokens=False)
 
 
 def test_a_role_that_the_template_does_not_know_is_named():

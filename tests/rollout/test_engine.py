@@ -344,12 +344,53 @@ def test_a_trajectory_ends_in_exactly_one_state():
             trajectory.enter(state)
 
 
-def test_an_error_of_ours_is_not_hidden_as_a_failed_trajectory():
+def test_an_unforeseen_error_costs_its_trajectory_aloud_and_not_the_batch(tmp_path, caplog):
     def rule(request: Request) -> list[int]:
-        raise KeyError("a bug")
+        if request.trajectory_id == "odd#0":
+            raise KeyError("nobody foresaw this")
+        return say("ok")
 
-    rig = Rig(replicas=[RuleReplica("replica-0", rule)])
-    with pytest.raises(ExceptionGroup) as caught:
-        rig.run([task("a", length=1)])
-    assert caught.group_contains(KeyError)
+    rig = Rig(replicas=[RuleReplica("replica-0", rule)], log=tmp_path / "log.jsonl")
+    odd, good = rig.run([task("odd", length=2), task("good", length=2)])
+    assert (odd.state, odd.failure.kind, odd.reward) == ("failed", "internal", None)
+    assert "KeyError: 'nobody foresaw this'" in odd.failure.message
+    assert good.state == TrajectoryState.FINISHED
+    assert "Traceback" in caplog.text  # whoever reads the log can mend it
     assert rig.nothing_is_held()
+
+
+def test_an_action_that_fails_is_in_the_log_with_its_slot_class(tmp_path):
+    def on_step(trajectory_id: str, step: int) -> None:
+        raise EnvironmentFailure("timeout", "no answer")
+
+    rig = Rig(environments=PlannedEnvironments(on_step=on_step), log=tmp_path / "log.jsonl")
+    rig.run([task("a", length=2), task("no", refuse=True)])
+    (action,) = events_of(tmp_path / "log.jsonl", "act")
+    assert (action.data["outcome"], action.data["slot_class"]) == ("timeout", "planned.step")
+    assert action.data["service_s"] is None  # not known here, and not 0
+    resets = {e.trajectory_id: e.data["outcome"] for e in events_of(tmp_path / "log.jsonl", "reset")}
+    assert resets == {"a#0": "ok", "no#0": "refused"}
+
+
+def test_stopped_before_its_first_step_a_trajectory_still_ends_as_cancelled(tmp_path):
+    ended = []
+
+    async def go():
+        rig = Rig(log=tmp_path / "log.jsonl")
+        engine = rig.build()
+        running = asyncio.create_task(engine.run([task("a"), task("b")], on_end=ended.append))
+        await asyncio.sleep(0)
+        engine.stop()
+        results = await running
+        rig.events.close()
+        return results
+
+    assert [result.state for result in asyncio.run(go())] == [TrajectoryState.CANCELLED] * 2
+    assert len(ended) == 2
+    assert len(events_of(tmp_path / "log.jsonl", "ended")) == 2
+
+
+def test_a_script_as_long_as_the_turn_limit_is_cut_by_the_limit():
+    limits = Limits(max_turns=2, max_context_tokens=10_000, trajectory_timeout_s=None)
+    (result,) = Rig(limits=limits, scripts={"a": ("x", "y")}).run([task("a", length=5)])
+    assert (result.state, result.failure.kind) == ("truncated", "turns")

@@ -87,12 +87,12 @@ class _Run:
         start_s = loop.time()
         for number in INTERRUPTED:
             loop.add_signal_handler(number, self._interrupt, number, main)
-        tasks, scripts, model = prepare(config)
+        tasks, scripts, model, conversation = prepare(config)
         self._directory = make_run_directory(Path(config.runs_directory), config.name)
         (self._directory / "config.yaml").write_text(to_yaml(config))
         total = len(tasks) * config.samples_per_task
         try:
-            await self._batch(tasks, scripts, model, start_s)
+            await self._batch(tasks, scripts, model, conversation, start_s)
         except asyncio.CancelledError:
             if self._signal is None:
                 raise
@@ -114,7 +114,9 @@ class _Run:
         else:
             main.cancel()
 
-    async def _batch(self, tasks: list[Task], scripts: Scripts, model: Path, start_s: float) -> None:
+    async def _batch(
+        self, tasks: list[Task], scripts: Scripts, model: Path, conversation: Conversation, start_s: float
+    ) -> None:
         config, console, loop = self._config, self._console, asyncio.get_running_loop()
         events = EventLog(self._directory / "events" / "engine.jsonl", "engine", clock=loop.time)
         console.print(
@@ -122,7 +124,6 @@ class _Run:
         )
         with events:
             async with _parts(config, model, self._directory) as (replicas, client):
-                conversation = Conversation(load_tokenizer(model))
                 engine = RolloutEngine(
                     replicas=replicas,
                     router=make_router(config.routing.policy, list(replicas), random.Random(config.seed)),
@@ -154,7 +155,6 @@ class _Run:
         log = merge_directory(directory / "events")
         if next(log.of("batch_start"), None) is None:
             return None
-        write_trajectories(directory / "trajectories", self._results, log, model=model, source=config.actions)
         summary = summarise(
             analyse(log),
             name=directory.name,
@@ -166,6 +166,7 @@ class _Run:
         )
         encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
         (directory / "summary.json").write_bytes(encoded + b"\n")
+        write_trajectories(directory / "trajectories", self._results, log, model=model, source=config.actions)
         if self._json_path == "-":
             sys.stdout.write(encoded.decode() + "\n")
         elif self._json_path is not None:
@@ -188,7 +189,7 @@ class _Run:
         return 0 if counts.finished + counts.truncated else 1
 
 
-def prepare(config: RunConfig) -> tuple[list[Task], Scripts, Path]:
+def prepare(config: RunConfig) -> tuple[list[Task], Scripts, Path, Conversation]:
     """Everything that can be found wrong before anything is started. Raises `ConfigError`."""
     make_router(config.routing.policy, ["replica-0"], random.Random(0))
     make_admission(config.admission.policy, config.admission.concurrency)
@@ -198,7 +199,7 @@ def prepare(config: RunConfig) -> tuple[list[Task], Scripts, Path]:
 
     model = resolve(config.model.path)
     check_model_length(model, config.replicas.max_model_len)
-    return tasks, scripts, model
+    return tasks, scripts, model, Conversation(load_tokenizer(model))
 
 
 def check_model_length(model: Path, max_model_len: int) -> None:
@@ -219,7 +220,7 @@ def make_run_directory(parent: Path, name: str) -> Path:
 
     Raises `ConfigError` for a name that cannot be a directory's.
     """
-    if not name or name in (".", "..") or "/" in name:
+    if not name.isprintable() or not name or name in (".", "..") or "/" in name:
         raise ConfigError(f"name: {name!r} cannot be a directory's name")
     number = 1
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def _from_benchmark(config: RunConfig) -> tuple[list[Task], Scripts]:
 def _from_file(environment: EnvironmentConfig) -> tuple[list[Task], Scripts]:
     path = Path(str(environment.tasks_file))
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise ConfigError(f"environment.tasks_file: cannot read {str(path)!r}: {error.strerror}") from error
     tasks, scripts = [], Scripts()
