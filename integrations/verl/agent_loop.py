@@ -78,6 +78,9 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             episode.fail("replica", failure)
         except MakespanError as failure:
             episode.fail("configuration", failure)
+        except Exception as error:  # nobody foresaw it; verl would train on without this trajectory and say nothing
+            logger.exception("makespan: trajectory %s failed by an unexpected error", episode.trajectory_id)
+            episode.fail("internal", error)
         finally:
             self._tell_router_it_is_over(episode.trajectory_id)
         if episode.failure:

@@ -240,6 +240,13 @@ def test_an_environment_that_fails_gives_a_masked_failed_trajectory(kind: str) -
     assert environment.closed == 1
 
 
+def test_an_unforeseen_error_gives_a_failed_trajectory_and_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    environment = FakeEnvironment(fail_step=OverflowError("integer is too large"))
+    _is_failed(_run(lambda: _loop(FakeClient("one <end>"), environment)), "internal")
+    assert environment.closed == 1
+    assert "Traceback" in caplog.text
+
+
 def test_a_server_that_nobody_reaches_gives_a_failed_trajectory() -> None:
     _is_failed(_run(lambda: _loop(FakeClient(), EnvironmentUnreachable("nobody answers"))), "unreachable")
 
