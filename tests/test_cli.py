@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -126,6 +128,20 @@ def test_a_worker_configuration_that_cannot_be_used_is_refused(capsys, tmp_path)
     assert "did you mean 'counting'" in refused(capsys, ["env", "worker", str(path)])
     path.write_text("brokr: tcp://127.0.0.1:1\n")
     assert "brokr" in refused(capsys, ["env", "worker", str(path)])
+
+
+@pytest.mark.parametrize("command", [["run"], ["doctor"], ["env", "status", "tcp://127.0.0.1:1"]])
+def test_a_path_for_figures_that_cannot_be_written_is_refused_before_the_work(capsys, config, tmp_path, command):
+    arguments = [*command, config()] if command == ["run"] else command
+    error = refused(capsys, [*arguments, "--json", str(tmp_path / "nowhere" / "figures.json")])
+    assert "--json: cannot write" in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_reader_that_went_away_is_no_error(tmp_path):
+    command = f"{sys.executable} -m makespan doctor --json - 2>/dev/null | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_doctor_reports_each_part_as_json(capsys):

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from makespan.commands.output import check_output, write_json
 from makespan.rollout.errors import MakespanError
 
 State = Literal["ok", "absent", "broken"]
@@ -171,14 +172,11 @@ def _generation() -> Finding:
 
 def doctor(console: Console, json_path: str | None, generate: bool) -> int:
     """Print the findings; returns 0 when nothing is broken, 1 otherwise."""
+    check_output("--json", json_path)
     found = findings()
     if generate:
         found.append(_generation())
-    encoded = msgspec.json.format(msgspec.json.encode({"findings": found}), indent=2).decode() + "\n"
-    if json_path == "-":
-        sys.stdout.write(encoded)
-    elif json_path is not None:
-        Path(json_path).write_text(encoded)
+    write_json(json_path, {"findings": found})
     table = Table(show_header=False, box=None)
     for finding in found:
         remedy = f" -> {finding.remedy}" if finding.remedy else ""

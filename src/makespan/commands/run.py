@@ -12,7 +12,6 @@ import os
 import platform
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ import msgspec
 from rich.console import Console
 
 from makespan.commands.display import progress, show_summary
+from makespan.commands.output import check_output, write_json
 from makespan.commands.tasks import Scripts, load_tasks
 from makespan.envs.client import EnvClient
 from makespan.envs.server import ServerConfig
@@ -87,6 +87,7 @@ class _Run:
         start_s = loop.time()
         for number in INTERRUPTED:
             loop.add_signal_handler(number, self._interrupt, number, main)
+        check_output("--json", self._json_path)
         tasks, scripts, model, conversation = prepare(config)
         self._directory = make_run_directory(Path(config.runs_directory), config.name)
         (self._directory / "config.yaml").write_text(to_yaml(config))
@@ -164,13 +165,9 @@ class _Run:
             machine=machine(),
             total=total,
         )
-        encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-        (directory / "summary.json").write_bytes(encoded + b"\n")
+        write_json(str(directory / "summary.json"), summary)
         write_trajectories(directory / "trajectories", self._results, log, model=model, source=config.actions)
-        if self._json_path == "-":
-            sys.stdout.write(encoded.decode() + "\n")
-        elif self._json_path is not None:
-            Path(self._json_path).write_bytes(encoded + b"\n")
+        write_json(self._json_path, summary)
         show_summary(self._console, summary)
         self._console.print(f"run directory: {directory}", soft_wrap=True)
         return summary
