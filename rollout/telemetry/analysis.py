@@ -20,18 +20,19 @@ from makespan.rollout.errors import FormatError
 from makespan.rollout.telemetry.bounds import Bounds, lower_bounds
 from makespan.rollout.telemetry.events import Event
 from makespan.rollout.telemetry.last_chain import LastChain, last_chain
-from makespan.rollout.telemetry.merge import MergedLog
+from makespan.rollout.telemetry.merge import MergedLog, failed
+from makespan.rollout.telemetry.slot_use import SlotUse, slot_uses, total
 
 
 class Phases(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds by phase, summed over trajectories."""
+    """Seconds by phase, summed over trajectories; None: not measured."""
 
     admission: float
     replica_queue: float | None
     prefill: float | None
     decode: float | None
-    slot_queue: float
-    environment: float
+    slot_queue: float | None
+    environment: float | None
     overhead: float | None
 
 
@@ -50,8 +51,9 @@ class SlotClass(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: int | None
     actions: int
-    queue_s: float
-    service_s: float
+    """Those that failed included."""
+    queue_s: float | None
+    service_s: float | None
     utilisation: float | None
     """Share of the slots' time that actions ran, over the makespan."""
 
@@ -110,18 +112,22 @@ def percentile(values: list[float], share: float) -> float | None:
 
 
 def analyse(log: MergedLog) -> BatchAnalysis:
-    """Analyse the batch of a run. Raises `FormatError` when the log holds no batch."""
-    start = next(log.of("batch_start"), None)
-    if start is None:
+    """Analyse the batch of a run. Raises `FormatError` when the log holds no batch, or more than one."""
+    starts = list(log.of("batch_start"))
+    if not starts:
         raise FormatError("the event log holds no batch: the run ended before its batch began")
+    if len(starts) > 1:
+        raise FormatError(f"the event log holds {len(starts)} batches, and figures are of one: give each its own log")
+    start = starts[0]
     end = next(log.of("batch_end"), None)
     last_s = max(event.monotonic_s for role, event in log.events if role == "engine")
     makespan_s = (end.monotonic_s if end else last_s) - start.monotonic_s
     ended = list(log.of("ended"))
     generations = list(log.of("generate"))
-    actions = [*log.of("reset"), *log.of("act")]
+    uses = slot_uses(log)
     slots = _slots(log)
-    bounds = lower_bounds(log, actions, generations, slots, len(start.data["replicas"]))
+    needed = [event for kind in ("reset", "act") for event in log.of(kind) if not failed(event)]
+    bounds = lower_bounds(log, needed, generations, slots, len(start.data["replicas"]))
     return BatchAnalysis(
         makespan_s=makespan_s,
         complete=end is not None,
@@ -131,11 +137,11 @@ def analyse(log: MergedLog) -> BatchAnalysis:
         completion_s=_completions(ended, start),
         tail_s=_tail(ended),
         last_chain=last_chain(log, start),
-        phases_s=_phases(log, start, generations, actions),
+        phases_s=_phases(log, start, generations, uses),
         tokens=_tokens(generations),
         preemptions=_total(generations, "preemptions"),
         inferences=len(generations),
-        slot_classes=_slot_classes(actions, slots, makespan_s),
+        slot_classes=_slot_classes(uses, slots, makespan_s),
         rewards=_rewards(log, ended),
         failures=_count(e.data["failure"]["kind"] for e in ended if e.data["state"] == "failed"),
     )
@@ -172,12 +178,13 @@ def _tail(ended: list[Event]) -> Tail:
     return Tail(after_90=after(0.90), after_99=after(0.99))
 
 
-def _phases(log: MergedLog, start: Event, generations: list[Event], actions: list[Event]) -> Phases:
+def _phases(log: MergedLog, start: Event, generations: list[Event], uses: list[SlotUse]) -> Phases:
     queue, prefill, decode = (_total(generations, field) for field in ("queue_s", "prefill_s", "decode_s"))
-    slot_queue, environment = _total(actions, "queue_s"), _total(actions, "service_s")
-    elapsed = sum(event.monotonic_s - event.data["start_s"] for event in (*generations, *actions))
-    measured = (queue, prefill, decode)
-    overhead = None if None in measured else elapsed - sum(measured) - slot_queue - environment
+    seconds = [use.seconds() or (None, None) for use in uses]
+    slot_queue, environment = total([waited for waited, _ in seconds]), total([ran for _, ran in seconds])
+    elapsed = sum(event.monotonic_s - event.data["start_s"] for event in generations)
+    elapsed += sum(use.elapsed_s for use in uses)
+    inside = total([queue, prefill, decode, slot_queue, environment])
     return Phases(
         admission=sum(event.monotonic_s - start.monotonic_s for event in log.of("admitted")),
         replica_queue=queue,
@@ -185,7 +192,7 @@ def _phases(log: MergedLog, start: Event, generations: list[Event], actions: lis
         decode=decode,
         slot_queue=slot_queue,
         environment=environment,
-        overhead=overhead,
+        overhead=None if inside is None else elapsed - inside,
     )
 
 
@@ -198,20 +205,25 @@ def _tokens(generations: list[Event]) -> Tokens:
     )
 
 
-def _slot_classes(actions: list[Event], slots: dict[str, int], makespan_s: float) -> dict[str, SlotClass]:
-    by_class: dict[str, list[Event]] = defaultdict(list)
-    for event in actions:
-        if event.data["slot_class"]:  # else the turn led to no action
-            by_class[event.data["slot_class"]].append(event)
+def _slot_classes(uses: list[SlotUse], slots: dict[str, int], makespan_s: float) -> dict[str, SlotClass]:
+    by_class: dict[str, list[SlotUse]] = defaultdict(list)
+    for use in uses:
+        by_class[use.slot_class].append(use)
+    # Without a class: turns that led to no action, or failures that nobody measured, which may be of any class.
+    anywhere = by_class.pop("", [])
     classes = {}
-    for name, events in sorted(by_class.items()):
-        service_s, count = _total(events, "service_s"), slots.get(name)
+    for name, own in sorted(by_class.items()):
+        queue_s = total([use.queue_s for use in (*own, *anywhere)])
+        service_s = total([use.service_s for use in (*own, *anywhere)])
+        count = slots.get(name)
         classes[name] = SlotClass(
             slots=count,
-            actions=len(events),
-            queue_s=_total(events, "queue_s"),
+            actions=sum(use.actions for use in own),
+            queue_s=queue_s,
             service_s=service_s,
-            utilisation=service_s / (count * makespan_s) if count and makespan_s > 0 else None,
+            utilisation=service_s / (count * makespan_s)
+            if service_s is not None and count and makespan_s > 0
+            else None,
         )
     return classes
 
@@ -220,6 +232,9 @@ def _rewards(log: MergedLog, ended: list[Event]) -> dict[str, list[float]]:
     task_of = {event.trajectory_id: event.data["task_id"] for event in log.of("submitted")}
     rewards: dict[str, list[float]] = defaultdict(list)
     for event in ended:
-        if event.data["reward"] is not None:
-            rewards[task_of[event.trajectory_id]].append(event.data["reward"])
+        if event.data["reward"] is None:
+            continue
+        if event.trajectory_id not in task_of:
+            raise FormatError(f"trajectory {event.trajectory_id!r} ended and was never submitted: its log lacks events")
+        rewards[task_of[event.trajectory_id]].append(event.data["reward"])
     return dict(rewards)

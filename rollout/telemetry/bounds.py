@@ -3,12 +3,12 @@
 Three bounds, each of another resource; the largest counts. *Slots*: the environment work of a class over its slots.
 *Chain*: the longest trajectory alone on an idle system, its actions without waiting and its inference at uncontended
 speed. *Inference*: the work that batching cannot share, over the replicas. Tokens that were computed twice count once:
-computing them again was a decision.
+computing them again was a decision. Actions that failed do not count: no other schedule has to fail.
 
 Inference at uncontended speed needs a cost. A simulation writes its own into the log (`InferenceCost` in its `replica`
 events), and the bounds are exact then. A live log has only rates: the best prefill and decode rate that any inference
-of the run saw stand for an idle system, and the inference bound is not known, since no single request shows what a
-batch of them can do.
+of the run saw stand for an idle system, or what an inference took itself where that was less. The inference bound is
+not known then, since no single request shows what a batch of them can do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 def lower_bounds(
     log: MergedLog, actions: list[Event], generations: list[Event], slots: dict[str, int], replicas: int
 ) -> Bounds:
-    """The bounds of a batch, from its events."""
+    """The bounds of a batch, from its events; `actions` are those that succeeded."""
     work: dict[str, float] = defaultdict(float)
     chain: dict[str, float] = defaultdict(float)
     for event in actions:
@@ -89,7 +89,8 @@ def _at_cost(seconds: Callable[[int, int, int], float]) -> AloneSeconds:
 
 
 def _at_best_rates(generations: list[Event]) -> AloneSeconds:
-    """Seconds at the fewest seconds a token that any inference of the run took in prefill and in decode."""
+    """Seconds at the fewest seconds a token that any inference of the run took in prefill and in decode, at most what
+    the inference took itself: rates come from long ones, and a short one may have been quicker still."""
 
     def best(seconds: str, tokens: Callable[[dict[str, Any]], int], at_least: int) -> float:
         rates = [
@@ -103,6 +104,8 @@ def _at_best_rates(generations: list[Event]) -> AloneSeconds:
     decode_s = best("decode_s", lambda d: int(d["generated_tokens"]) - 1, 8)
 
     def of(data: dict[str, Any]) -> float:
-        return (_needed_tokens(data) or 0) * prefill_s + max(0, int(data["generated_tokens"]) - 1) * decode_s
+        prefilled_s = (_needed_tokens(data) or 0) * prefill_s
+        decoded_s = max(0, int(data["generated_tokens"]) - 1) * decode_s
+        return min(prefilled_s, data["prefill_s"] or 0.0) + min(decoded_s, data["decode_s"] or 0.0)
 
     return of

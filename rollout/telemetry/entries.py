@@ -14,17 +14,18 @@ def inference(
     events: EventLog, trajectory: Trajectory, turn: int, replica_id: str, completion: Completion, start_s: float
 ) -> None:
     """A turn was generated. To be written before the completion joins the context."""
-    cached = completion.cached_tokens
+    cached, prompt_tokens = completion.cached_tokens, len(trajectory.context_ids)
+    computed_tokens = min(trajectory.computed_tokens, prompt_tokens)  # a context may have dropped some of its history
     events.emit(
         "generate",
         trajectory.trajectory_id,
         turn=turn,
         replica=replica_id,
         start_s=start_s,
-        prompt_tokens=len(trajectory.context_ids),
+        prompt_tokens=prompt_tokens,
         generated_tokens=len(completion.token_ids),
         cached_tokens=cached,
-        recomputed_tokens=None if cached is None else max(0, trajectory.computed_tokens - cached),
+        recomputed_tokens=None if cached is None else max(0, computed_tokens - cached),
         preemptions=completion.preemptions,
         queue_s=completion.queue_s,
         prefill_s=completion.prefill_s,

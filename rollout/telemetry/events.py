@@ -8,6 +8,8 @@ monotonic one. Metrics are computed from the merged logs, never counted beside t
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import socket
 import time
@@ -17,6 +19,8 @@ from types import TracebackType
 from typing import IO, Any
 
 import msgspec
+
+log = logging.getLogger("makespan.telemetry")
 
 LOG_VERSION = 1
 
@@ -79,6 +83,9 @@ class EventLog:
     Lines are buffered by the file object; `flush()` pushes them out, `close()` does so for good. An event emitted after
     `close()` is dropped (a late callback during shutdown must not fail it). `header` replaces the one that names this
     process and this moment: a simulated log depends on neither.
+
+    A log that cannot be written any more (a full disk) ends there, and says so once through `logging`: what it observes
+    goes on. A file that cannot even be opened raises `OSError`.
     """
 
     def __init__(
@@ -96,25 +103,45 @@ class EventLog:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("wb")
-            self._file.write(self._encoder.encode(header or _header(path, role, clock)) + b"\n")
-            self._file.flush()
+            self._write(self._encoder.encode(header or _header(path, role, clock)) + b"\n")
+            self.flush()
 
     def emit(self, kind: str, trajectory_id: str = "", /, **data: Any) -> None:
         """Append one event, stamped with the log's clock."""
         if self._file is None:
             return
         event = Event(seq=self._seq, monotonic_s=self._clock(), kind=kind, trajectory_id=trajectory_id, data=data)
-        self._file.write(self._encoder.encode(event) + b"\n")
+        self._write(self._encoder.encode(event) + b"\n")
         self._seq += 1
 
     def flush(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                self._give_up(error)
             self._file = None
+
+    def _write(self, line: bytes) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(line)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        file, self._file = self._file, None
+        assert file is not None
+        with contextlib.suppress(OSError):
+            file.close()  # fails as well while lines are buffered, and closes all the same
+        log.error("the event log %s ends here, for it cannot be written: %s", file.name, error)
 
     def __enter__(self) -> EventLog:
         return self

@@ -13,6 +13,7 @@ import msgspec
 
 from makespan.rollout.telemetry.events import Event
 from makespan.rollout.telemetry.merge import MergedLog
+from makespan.rollout.telemetry.slot_use import slot_uses, total
 
 
 class LastChain(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,10 +35,12 @@ class LastChain(msgspec.Struct, frozen=True, kw_only=True):
     recomputation: float | None
     """Prefill of tokens that had been computed before: the cache was lost, or the trajectory moved."""
     decode: float | None
-    slot_queue: float
-    environment: float
+    slot_queue: float | None
+    environment: float | None
+    """Actions that failed included; both None when nobody measured one of those."""
     overhead: float
-    """`total` less all phases; where those of inference are not measured, less `inference`."""
+    """`total` less all phases; where those of inference are not measured, less `inference`, and where those of actions
+    are not, less the actions as the engine saw them."""
 
 
 def last_chain(log: MergedLog, start: Event) -> LastChain | None:
@@ -48,13 +51,16 @@ def last_chain(log: MergedLog, start: Event) -> LastChain | None:
     last = max(ended, key=lambda event: event.monotonic_s)
     own = [event for _, event in log.events if event.trajectory_id == last.trajectory_id]
     generations = [event for event in own if event.kind == "generate"]
-    actions = [event for event in own if event.kind in ("reset", "act")]
+    actions = [use for use in slot_uses(log) if use.trajectory_id == last.trajectory_id]
     admitted_s = next((event.monotonic_s for event in own if event.kind == "admitted"), last.monotonic_s)
     total_s = last.monotonic_s - start.monotonic_s
     admission_s = admitted_s - start.monotonic_s
     inference_s = sum(event.monotonic_s - event.data["start_s"] for event in generations)
-    slot_queue_s = sum(event.data["queue_s"] for event in actions)
-    environment_s = sum(event.data["service_s"] for event in actions)
+    seconds = [use.seconds() or (None, None) for use in actions]
+    slot_queue_s, environment_s = total([waited for waited, _ in seconds]), total([ran for _, ran in seconds])
+    acting_s = total([slot_queue_s, environment_s])
+    if acting_s is None:
+        acting_s = sum(use.elapsed_s for use in actions)
     phases = _inference_phases(generations)
     inside_s = inference_s if phases is None else sum(phases)
     queue_s, prefill_s, recomputation_s, decode_s = phases or (None, None, None, None)
@@ -70,7 +76,7 @@ def last_chain(log: MergedLog, start: Event) -> LastChain | None:
         decode=decode_s,
         slot_queue=slot_queue_s,
         environment=environment_s,
-        overhead=total_s - admission_s - inside_s - slot_queue_s - environment_s,
+        overhead=total_s - admission_s - inside_s - acting_s,
     )
 
 

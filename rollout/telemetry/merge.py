@@ -27,6 +27,10 @@ from makespan.rollout.telemetry.events import LOG_VERSION, Event, LogHeader
 T = TypeVar("T")
 
 
+class HeaderMissing(FormatError):
+    """A log whose process ended before its header line was written."""
+
+
 class Log(msgspec.Struct, frozen=True):
     """One process's log as read back."""
 
@@ -59,7 +63,7 @@ class MergedLog(msgspec.Struct, frozen=True):
     """Writers whose log ends in a line that was cut off."""
     alignments: tuple[Alignment, ...] = ()
     missing: tuple[str, ...] = ()
-    """Logs that the others speak of and that are not here, one sentence each."""
+    """Logs that are not here, although others speak of them or their file is, one sentence each."""
 
     def of(self, kind: str) -> Iterator[Event]:
         """All events of a kind, those of other hosts last."""
@@ -69,13 +73,16 @@ class MergedLog(msgspec.Struct, frozen=True):
 def read_log(path: Path) -> Log:
     """Read one log.
 
-    A last line that was cut off is left out and noted. Raises `FormatError` for an unknown version and for a line that
-    does not parse, naming the file and the line.
+    A last line that was cut off is left out and noted; blank lines at the end are nothing. Raises `HeaderMissing`
+    without a complete first line, and `FormatError` for an unknown version and for a line that does not parse, naming
+    the file and the line.
     """
     lines = path.read_bytes().split(b"\n")
-    complete, rest = lines[:-1], lines[-1]
+    complete, rest = lines[:-1], lines[-1].strip()
+    while complete and not complete[-1].strip():
+        complete.pop()
     if not complete:
-        raise FormatError(f"{path}: an event log begins with a header line, and this file has none")
+        raise HeaderMissing(f"{path}: an event log begins with a header line, and this file has no complete one")
     version = _decode(complete[0], dict, path, 1).get("version")
     if version != LOG_VERSION:
         raise FormatError(f"{path}: event log of version {version!r}; this makespan reads version {LOG_VERSION}")
@@ -95,12 +102,18 @@ def _decode(line: bytes, type_: type[T], path: Path, number: int) -> T:
 
 
 def merge(paths: list[Path]) -> MergedLog:
-    """Merge logs; the engine's own log sets the clock. Raises `FormatError` when there is no engine log."""
-    logs = _by_writer(read_log(path) for path in paths)
-    engine = next((log for log in logs if log.header.role == "engine"), None)
-    if engine is None:
-        seen = ", ".join(path.name for path in paths) or "no file at all"
-        raise FormatError(f"no engine log among the event logs ({seen})")
+    """Merge logs; the engine's own log sets the clock, and only that one is indispensable.
+
+    Raises `FormatError` when there is no engine log, and when there are those of two engines: they are two runs.
+    """
+    read, headless = [], []
+    for path in paths:
+        try:
+            read.append(read_log(path))
+        except HeaderMissing:
+            headless.append(f"the log {path.name} ends before its header does: what its process saw is not here")
+    logs = _by_writer(read)
+    engine = _engine(logs, paths, headless)
     here: list[tuple[str, Event]] = []
     elsewhere: list[tuple[str, Event]] = []
     alignments = []
@@ -120,8 +133,19 @@ def merge(paths: list[Path]) -> MergedLog:
         elsewhere=tuple(elsewhere),
         torn=tuple(log.header.writer for log in logs if log.torn),
         alignments=tuple(alignments),
-        missing=tuple(_missing(logs, engine)),
+        missing=(*headless, *_missing(logs, engine)),
     )
+
+
+def _engine(logs: list[Log], paths: list[Path], headless: list[str]) -> Log:
+    engines = [log for log in logs if log.header.role == "engine"]
+    if not engines:
+        seen = "; ".join([", ".join(path.name for path in paths) or "no file at all", *headless])
+        raise FormatError(f"no engine log among the event logs ({seen})")
+    if len(engines) > 1:
+        writers = ", ".join(log.header.writer for log in engines)
+        raise FormatError(f"the event logs of {len(engines)} engines ({writers}): merge those of one run at a time")
+    return engines[0]
 
 
 def _by_writer(logs: Iterable[Log]) -> list[Log]:
@@ -151,28 +175,54 @@ def align(engine: Log, other: Log) -> Alignment | None:
 
     An action that the engine sent at `s` and had its answer of at `r`, on its clock, and that the other side took in at
     `b` and finished at `e`, on its own, bounds the offset by `e - r <= offset <= b - s`.
+
+    Only actions that surely are the same on both sides count. A restarted chain repeats its names, and either side may
+    have lost one of the attempts; jobs that share a server may use the same names; and a failed action may go on after
+    the engine was told.
     """
-    sent: dict[tuple[str, int], tuple[float, float]] = {}
-    for event in engine.events:
-        if event.kind in ("reset", "act"):
-            seq = 0 if event.kind == "reset" else event.data["turn"] + 1
-            sent[event.trajectory_id, seq] = (event.data["start_s"], event.monotonic_s)
-    received: dict[tuple[str, int], list[Event]] = defaultdict(list)
-    for event in other.events:
-        if event.kind == "action":
-            received[event.trajectory_id, event.data["seq"]].append(event)
+    restarted = {event.trajectory_id for event in engine.events if event.kind == "restarted"}
+    sent = actions_by_name(engine.events, "reset", "act")
+    received = {name: events for name, events in actions_by_name(other.events, "action").items() if name in sent}
+    if len(jobs(event for events in received.values() for event in events)) > 1:
+        return None
     low_s, high_s, pairs = float("-inf"), float("inf"), 0
-    for name, times in received.items():
-        if len(times) == 1 and name in sent:  # a restarted chain repeats its names: which is which cannot be told
-            start_s, end_s = sent[name]
-            low_s = max(low_s, times[0].data["released_s"] - end_s)
-            high_s = min(high_s, times[0].data["submitted_s"] - start_s)
-            pairs += 1
+    for name, there in received.items():
+        here = sent[name]
+        if len(here) > 1 or len(there) > 1 or name[0] in restarted or failed(here[0]) or failed(there[0]):
+            continue
+        low_s = max(low_s, there[0].data["released_s"] - here[0].monotonic_s)
+        high_s = min(high_s, there[0].data["submitted_s"] - here[0].data["start_s"])
+        pairs += 1
     if not pairs or low_s > high_s:
         return None
     return Alignment(
         writer=other.header.writer, offset_s=(low_s + high_s) / 2, error_s=(high_s - low_s) / 2, pairs=pairs
     )
+
+
+def actions_by_name(events: Iterable[Event], *kinds: str) -> dict[tuple[str, int], list[Event]]:
+    """Events of actions by what both sides call an action: its trajectory, and its number in the session (reset: 0)."""
+    found: dict[tuple[str, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.kind in kinds:
+            found[event.trajectory_id, _number(event)].append(event)
+    return found
+
+
+def _number(event: Event) -> int:
+    if event.kind == "reset":
+        return 0
+    return int(event.data["turn"] + 1 if event.kind == "act" else event.data["seq"])
+
+
+def failed(event: Event) -> bool:
+    """Whether an action's event says that it failed; those of older logs had all succeeded and say nothing."""
+    return bool(event.data.get("outcome", "ok") != "ok")
+
+
+def jobs(events: Iterable[Event]) -> set[str]:
+    """The jobs that a server's `action` events were of."""
+    return {event.data.get("job", "") for event in events}
 
 
 def merge_directory(directory: Path) -> MergedLog:

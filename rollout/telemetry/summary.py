@@ -84,7 +84,8 @@ def summarise(
     by_task = {task: sum(rewards) / len(rewards) for task, rewards in sorted(analysis.rewards.items())}
     every = [reward for rewards in analysis.rewards.values() for reward in rewards]
     states = analysis.states
-    utilisations = [c.utilisation for c in analysis.slot_classes.values() if c.utilisation is not None]
+    utilisations = [c.utilisation for c in analysis.slot_classes.values()]
+    known = [utilisation for utilisation in utilisations if utilisation is not None]
     return Summary(
         version=SUMMARY_VERSION,
         name=name,
@@ -107,7 +108,8 @@ def summarise(
         preemptions=analysis.preemptions,
         inferences=analysis.inferences,
         reward=Reward(source=source, mean=sum(every) / len(every) if every else None, by_task=by_task),
-        environment_utilisation=max(utilisations, default=None),
+        # The busiest class may be the one that was not measured: then nobody knows how busy the busiest was.
+        environment_utilisation=max(known, default=None) if len(known) == len(utilisations) else None,
         slot_classes=analysis.slot_classes,
         failures=analysis.failures,
         notes=notes,

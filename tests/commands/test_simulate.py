@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -91,3 +93,49 @@ def test_a_figures_bars_are_as_long_as_their_values():
     root = ElementTree.fromstring(figure("a & b", "s", [Bar("x", 50.0, 0.0), Bar("y", 100.0, 0.0)]))
     widths = [float(r.get("width")) for r in root.iter("{http://www.w3.org/2000/svg}rect")][1:]
     assert widths[1] == pytest.approx(2 * widths[0])
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["simulate", "bfcl"], "--json"),
+        (["simulate", "bfcl"], "--events"),
+        (["simulate", "bfcl"], "--record"),
+        (["ablate", "bfcl", "--simulate"], "--json"),
+        (["ablate", "bfcl", "--simulate"], "--figure"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys, monkeypatch, command, option):
+    worked = []
+    for name in ("simulate", "ablate"):
+        monkeypatch.setattr(f"makespan.commands.{name}.resolve", worked.append)
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for path in (tmp_path, file / "below"):
+        assert main([*command, option, str(path)]) == 2
+        error = capsys.readouterr().err
+        assert f"{option}: cannot write {str(path)!r}" in error
+        assert error.count("\n") == 1
+    assert worked == []
+    assert file.read_text() == "kept"
+
+
+def test_a_reader_that_went_away_is_no_error():
+    command = [sys.executable, "-m", "makespan", "simulate", "bfcl", "--chains", "8", "--slots", "2", "--json", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0
+    assert "makespan" in said
+    assert "Traceback" not in said
+    assert "BrokenPipe" not in said
+
+
+def test_a_simulation_of_which_everything_failed_says_so(capsys):
+    size = ["--chains", "4", "--slots", "2", "--kv-tokens", "10"]
+    assert main(["simulate", "bfcl", *size]) == 1
+    said = capsys.readouterr().out
+    assert "failed 4" in said
+    assert "nan" not in said
+    assert main(["ablate", "bfcl", "--simulate", "--seeds", "1", *size]) == 2
+    assert "nothing to compare" in capsys.readouterr().err

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from makespan.commands.figure import Bar, write_figure
-from makespan.commands.simulate import write_json
+from makespan.commands.output import check_output, write_json
+from makespan.commands.simulate import check_file
 from makespan.commands.workload import add_workload, describe, resolve
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.simulation.ladder import LADDER, Outcome, Paired, Rung, change_pct, climb, paired
@@ -52,11 +53,18 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
     """Run the command; returns the exit code. Raises `MakespanError`."""
     if not options.simulate:
         raise ConfigError("ablate runs in simulation only: add --simulate")
+    check_output("--json", options.json)
+    check_file("--figure", options.figure)
     work, hardware = resolve(options)
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     with console.status(f"{work.name} on {describe(hardware)}") as status:
 
         def show(rung: Rung, seed: int, result: Outcome) -> None:
+            if not result.kept_length:
+                raise ConfigError(
+                    f"{work.name}, {rung.name}: no trajectory got through a turn on {describe(hardware)}: there is "
+                    "nothing to compare, and `makespan simulate` shows what failed"
+                )
             status.update(f"batch {seed - FIRST_SEED + 1} of {len(seeds)}, {rung.name}: {result.makespan_s:,.0f} s")
 
         outcomes = climb(work, hardware, seeds, on_outcome=show)

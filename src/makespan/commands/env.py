@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
 from rich.console import Console
 from rich.table import Table
 
+from makespan.commands.output import check_output, write_json
 from makespan.envs import client, server, worker_process
-from makespan.envs.config import hosted_environments, parse_config
-from makespan.envs.registry import resolve
-from makespan.envs.worker import WorkerConfig
+from makespan.envs.config import ServerConfig, WorkerConfig, hosted_environments
 from makespan.rollout.errors import ConfigError
+
+Config = TypeVar("Config")
 
 
 def _read(path: Path) -> Any:
@@ -24,37 +24,36 @@ def _read(path: Path) -> Any:
         return yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, not UTF-8
         raise ConfigError(f"{path} is not YAML: {error}") from error
+
+
+def _parsed(path: Path, kind: type[Config]) -> Config:
+    try:
+        parsed = msgspec.convert(_read(path), kind)
+        msgspec.json.encode(parsed)  # the form in which the server's processes get it
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return parsed
 
 
 def serve(path: Path) -> int:
     """Serve what a YAML file describes, until SIGTERM or Ctrl-C."""
-    parsed = parse_config(msgspec.json.encode(_read(path)).decode())
+    parsed = _parsed(path, ServerConfig)
     hosted_environments(parsed)
     return server.serve(parsed)
 
 
 def worker(path: Path) -> int:
     """Host environments for a broker that runs elsewhere, until SIGTERM or Ctrl-C."""
-    try:
-        parsed = msgspec.convert(_read(path), WorkerConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    for name, environment in parsed.environments.items():
-        resolve(environment.factory or name)
-    return worker_process.serve_worker(parsed)
+    return worker_process.serve_worker(_parsed(path, WorkerConfig))
 
 
 def status(console: Console, address: str, timeout_s: float, json_path: str | None) -> int:
     """Ask a server how it is."""
+    check_output("--json", json_path)
     reply = asyncio.run(client.status(address, timeout_s))
-    if json_path is not None:
-        encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(reply)), indent=2).decode() + "\n"
-        if json_path == "-":
-            sys.stdout.write(encoded)
-            return 0
-        Path(json_path).write_text(encoded)
+    write_json(json_path, msgspec.to_builtins(reply))
     document = msgspec.to_builtins(reply)
     table = Table(title=f"environment server at {address}", title_justify="left")
     columns = list(next(iter(document["slots"].values()), {}))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from makespan.commands.output import check_output, write_json
 from makespan.commands.workload import add_workload, describe, resolve
 from makespan.rollout.admission import ADMISSION
+from makespan.rollout.errors import ConfigError
 from makespan.rollout.replay.recorder import Recorder
 from makespan.rollout.replay.trace import Trace
 from makespan.rollout.routing import ROUTERS
@@ -41,7 +41,10 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
 
 
 def run_simulate(options: argparse.Namespace, console: Console) -> int:
-    """Run the command; returns the exit code. Raises `MakespanError`."""
+    """Run the command; returns the exit code: 0, or 1 when no trajectory ended well. Raises `MakespanError`."""
+    check_output("--json", options.json)
+    check_file("--events", options.events)
+    check_file("--record", options.record)
     work, hardware = resolve(options)
     concurrency = options.concurrency
     if options.admission == "coupled" and concurrency is None:
@@ -78,18 +81,18 @@ def run_simulate(options: argparse.Namespace, console: Console) -> int:
     write_json(options.json, figures)
     console.print(f"{work.name}: {len(batch.trajectories)} trajectories on {describe(hardware)}", soft_wrap=True)
     _show(console, batch, analysis, policies, discarded, kept_length)
-    return 0
+    return 0 if analysis.states.keys() & {"finished", "truncated"} else 1
 
 
-def write_json(path: str | None, figures: dict[str, Any]) -> None:
-    """Write figures where `--json` says."""
+def check_file(option: str, path: Path | None) -> None:
+    """Make the directory that a file is to stand in. Raises `ConfigError` when the file cannot be written."""
     if path is None:
         return
-    encoded = msgspec.json.format(msgspec.json.encode(figures), indent=2)
-    if path == "-":
-        sys.stdout.write(encoded.decode() + "\n")
-    else:
-        Path(path).write_bytes(encoded + b"\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write {str(path)!r}: {error}") from error
+    check_output(option, str(path))
 
 
 def _show(
@@ -110,10 +113,11 @@ def _show(
 
 def _rows(analysis: BatchAnalysis) -> list[tuple[str, str]]:
     bounds, phases, tokens, tail = analysis.bounds_s, analysis.phases_s, analysis.tokens, analysis.tail_s
-    over = analysis.makespan_s / analysis.lower_bound_s if analysis.lower_bound_s else float("nan")
+    bound_s = analysis.lower_bound_s
+    over = f" ({analysis.makespan_s / bound_s:.2f} times the lower bound)" if bound_s else ""
     states = ", ".join(f"{name} {count}" for name, count in sorted(analysis.states.items()))
     rows = [
-        ("makespan", f"{analysis.makespan_s:,.1f} s ({over:.2f} times the lower bound)"),
+        ("makespan", f"{analysis.makespan_s:,.1f} s{over}"),
         ("trajectories", states),
         *((f"failed: {kind}", f"{count}") for kind, count in sorted(analysis.failures.items())),
         *((f"lower bound, slots {name}", f"{value:,.1f} s") for name, value in bounds.slots.items()),
@@ -122,7 +126,7 @@ def _rows(analysis: BatchAnalysis) -> list[tuple[str, str]]:
         ("tail after 90% / 99%", f"{_seconds(tail.after_90)} / {_seconds(tail.after_99)}"),
         ("prompt tokens", f"{tokens.prompt:,}, {tokens.cached or 0:,} cached, {tokens.recomputed or 0:,} recomputed"),
         ("generated tokens", f"{tokens.generated:,}"),
-        ("preemptions", f"{analysis.preemptions:,}"),
+        ("preemptions", "not measured" if analysis.preemptions is None else f"{analysis.preemptions:,}"),
     ]
     for name, figures in analysis.slot_classes.items():
         used = "" if figures.utilisation is None else f", used {figures.utilisation:.0%}"

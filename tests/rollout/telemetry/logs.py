@@ -52,6 +52,14 @@ def act(seq: int, at_s: float, trajectory: str, start_s: float, **data: Any) -> 
     return event(seq, at_s, "act", trajectory, **(figures | data))
 
 
+def action(seq: int, number: int, submitted_s: float, released_s: float, **data: Any) -> dict[str, Any]:
+    """An environment server's record of an action; `number` is the session's (0: the reset)."""
+    data = {"trajectory": "a#0", "granted_s": submitted_s, "slot_class": "env.step", "outcome": "ok", "job": "j"} | data
+    trajectory = data.pop("trajectory")
+    times = {"submitted_s": submitted_s, "released_s": released_s}
+    return event(seq, released_s, "action", trajectory, seq=number, **times, **data)
+
+
 def reset(seq: int, at_s: float, trajectory: str, start_s: float, **data: Any) -> dict[str, Any]:
     figures = {"turn": 0, "start_s": start_s, "slot_class": "env.start", "queue_s": 0.0, "service_s": 0.0}
     return event(seq, at_s, "reset", trajectory, **(figures | data))

@@ -2,7 +2,7 @@ import pytest
 
 from makespan.rollout.errors import FormatError
 from makespan.rollout.telemetry.analysis import analyse, percentile
-from makespan.rollout.telemetry.merge import merge
+from makespan.rollout.telemetry.merge import merge, merge_directory
 from tests.rollout.telemetry import logs
 
 
@@ -113,3 +113,65 @@ def test_failures_are_counted_by_their_kind(tmp_path):
     analysis = analysed(tmp_path, lines)
     assert analysis.failures == {"refused": 1}
     assert analysis.rewards == {}
+
+
+def test_two_batches_in_a_log_are_refused(tmp_path):
+    lines = [*logs.two_trajectories(), logs.start(15, 30.0)]
+    with pytest.raises(FormatError, match="2 batches"):
+        analysed(tmp_path, lines)
+
+
+def test_an_end_without_its_beginning_names_the_trajectory(tmp_path):
+    lines = [line for line in logs.two_trajectories() if line.get("seq") != 3]
+    with pytest.raises(FormatError, match="'b#0' ended and was never submitted"):
+        analysed(tmp_path, lines)
+
+
+def with_a_failure(**data):
+    """`b` ends with a second action, from 20 to 24.5 s, that failed."""
+    lines = logs.two_trajectories()
+    failed = {"turn": 1, "queue_s": None, "service_s": None, "outcome": "timeout"} | data
+    lines[13:15] = [
+        logs.act(12, 21.0, "b#0", 20.0, queue_s=0.25, service_s=0.5),
+        logs.act(13, 24.5, "b#0", 21.0, **failed),
+        logs.ended(14, 24.5, "b#0", state="failed", reward=None, failure={"kind": "timeout", "message": "late"}),
+    ]
+    lines[-1]["seq"] = 15
+    return lines
+
+
+def test_slot_times_of_a_failed_action_are_not_measured_without_the_servers_log(tmp_path):
+    analysis = analysed(tmp_path, with_a_failure())
+    step = analysis.slot_classes["env.step"]
+    assert (step.actions, step.queue_s, step.service_s, step.utilisation) == (3, None, None, None)
+    assert analysis.slot_classes["env.start"].service_s == 2.0
+    assert (analysis.phases_s.slot_queue, analysis.phases_s.environment, analysis.phases_s.overhead) == (None,) * 3
+    assert (analysis.last_chain.slot_queue, analysis.last_chain.environment) == (None, None)
+    # 14.5 s less admission, inference's phases, and 1 + 1 + 3.5 s of actions as the engine saw them.
+    assert analysis.last_chain.overhead == pytest.approx(14.5 - 6.0 - (0.5 + 1.2 + 1.0) - 5.5)
+
+
+def test_slot_times_of_a_failed_action_are_those_of_the_servers_log(tmp_path):
+    # It waited from 21 to 22 s, was given up at 24.5 s, and its tool held the slot to 24.75 s.
+    records = [
+        logs.action(0, 1, 20.1, 20.9, trajectory="b#0", granted_s=20.4),
+        logs.action(1, 2, 21.0, 24.75, trajectory="b#0", granted_s=22.0, outcome="timeout"),
+    ]
+    logs.write(tmp_path / "broker.jsonl", [logs.header("broker"), *records])
+    logs.write(tmp_path / "engine.jsonl", with_a_failure())
+    analysis = analyse(merge_directory(tmp_path))
+    step = analysis.slot_classes["env.step"]
+    assert (step.actions, step.queue_s, step.service_s) == (3, 1.0 + 0.25 + 1.0, 2.0 + 0.5 + 2.75)
+    assert step.utilisation == pytest.approx(5.25 / (2 * 15.0))
+    # The trajectory itself waited for 2.5 of the 2.75 s.
+    assert analysis.phases_s.environment == pytest.approx(2.0 + 2.0 + 0.5 + 2.5)
+    assert analysis.phases_s.slot_queue == pytest.approx(2.25)
+    assert analysis.last_chain.environment == pytest.approx(1.0 + 0.5 + 2.5)
+    # What failed is not work that another schedule has to do: 2 + 0.5 s over 2 slots.
+    assert analysis.bounds_s.slots["env.step"] == 1.25
+
+
+def test_a_failure_of_no_known_class_leaves_every_class_unmeasured(tmp_path):
+    classes = analysed(tmp_path, with_a_failure(slot_class="", outcome="unreachable")).slot_classes
+    assert {name: figures.utilisation for name, figures in classes.items()} == {"env.start": None, "env.step": None}
+    assert classes["env.step"].actions == 2

@@ -126,3 +126,63 @@ def test_a_missing_log_is_named(tmp_path):
     assert "server-7" in merge_directory(tmp_path).missing[0]
     logs.write(tmp_path / "broker.jsonl", [logs.header("broker")])
     assert merge_directory(tmp_path).missing == ()
+
+
+@pytest.mark.parametrize("content", ["", "\n", '{"version": 1, "wri'])
+def test_a_log_that_ends_before_its_header_costs_only_itself(tmp_path, content):
+    logs.write(tmp_path / "engine.jsonl", [logs.header(), logs.event(0, 1.0, "a")])
+    (tmp_path / "broker.jsonl").write_text(content)
+    merged = merge_directory(tmp_path)
+    assert [event.kind for _, event in merged.events] == ["a"]
+    (sentence,) = merged.missing
+    assert "broker.jsonl" in sentence
+    (tmp_path / "broker.jsonl").rename(tmp_path / "engine.jsonl")  # but the engine's is indispensable
+    with pytest.raises(FormatError, match=r"no engine log.*engine.jsonl ends before its header"):
+        merge_directory(tmp_path)
+
+
+def test_a_blank_last_line_is_nothing(tmp_path):
+    path = logs.write(tmp_path / "engine.jsonl", [logs.header(), logs.event(0, 1.0, "a")], tail="\n  \n ")
+    log = read_log(path)
+    assert [event.kind for event in log.events] == ["a"]
+    assert not log.torn
+    # A blank line in the middle is something.
+    logs.write(path, [logs.header()], tail='\n{"seq": 0, "monotonic_s": 1.0, "kind": "a"}\n')
+    with pytest.raises(FormatError, match="line 2"):
+        read_log(path)
+
+
+def test_the_logs_of_two_engines_are_refused(tmp_path):
+    first = logs.write(tmp_path / "engine.jsonl", [logs.header(writer="engine-1")])
+    second = logs.write(tmp_path / "engine-2.jsonl", [logs.header(writer="engine-2")])
+    with pytest.raises(FormatError, match=r"2 engines \(engine-1, engine-2\)"):
+        merge([first, second])
+    assert len(merge([first]).headers) == 1
+
+
+def aligned(tmp_path, engine_lines, broker_lines):
+    logs.write(tmp_path / "engine.jsonl", [logs.header(), *engine_lines])
+    logs.write(tmp_path / "broker.jsonl", [logs.header("broker", boot="boot-b"), *broker_lines])
+    return merge_directory(tmp_path).alignments
+
+
+def test_an_action_that_the_engine_sent_twice_does_not_tie_clocks(tmp_path):
+    # The broker lost its record of the second attempt, or of the first: its clock is 100 s ahead, or 120 s.
+    first, second = logs.reset(0, 13.0, "a#0", 10.0), logs.reset(2, 33.0, "a#0", 30.0)
+    record = [logs.action(0, 0, 110.5, 112.5)]
+    restarted = logs.event(1, 20.0, "restarted", "a#0", turn=0)
+    assert aligned(tmp_path, [first, restarted, second], record) == ()
+    assert aligned(tmp_path, [first, second], record) == ()
+    assert aligned(tmp_path, [restarted, second], record) == ()  # the first attempt had no answer, and no event
+    (alignment,) = aligned(tmp_path, [first], record)
+    assert (alignment.offset_s, alignment.error_s) == (100.0, 0.5)
+
+
+def test_neither_a_failed_action_nor_another_jobs_ties_clocks(tmp_path):
+    # The engine gave up after 3 s; the tool held its slot for 50 s.
+    gave_up = logs.reset(0, 13.0, "a#0", 10.0, outcome="timeout", queue_s=None, service_s=None)
+    assert aligned(tmp_path, [gave_up], [logs.action(0, 0, 110.5, 160.5, outcome="timeout")]) == ()
+    engine = [logs.reset(0, 13.0, "a#0", 10.0), logs.act(1, 22.0, "a#0", 20.0)]
+    ours = logs.action(0, 0, 110.5, 112.5)
+    assert len(aligned(tmp_path, engine, [ours, logs.action(1, 1, 120.25, 121.5)])) == 1
+    assert aligned(tmp_path, engine, [ours, logs.action(1, 1, 120.25, 121.5, job="another")]) == ()
