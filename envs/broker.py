@@ -47,6 +47,7 @@ from makespan.envs.protocol import (
     Welcome,
     decode_request,
     encode,
+    id_of,
 )
 from makespan.envs.records import ClientRecord, WorkerRecord
 from makespan.envs.sessions import Sessions
@@ -121,7 +122,7 @@ class Broker:
         try:
             request = decode_request(frame)
         except FormatError as error:
-            self._reject(identity, "frames_malformed", str(error))
+            self._reject(identity, "frames_malformed", str(error), id_of(frame))
             return
         self._handle(identity, request)
 
@@ -371,11 +372,11 @@ class Broker:
         self.counters[f"refused_{kind}"] += 1
         self._answer(client.identity, Failure(id=request_id, kind=kind, message=message))
 
-    def _reject(self, identity: bytes, reason: str, message: str) -> None:
-        """A frame that cannot be understood: count it, say so once in a while, answer without an id."""
+    def _reject(self, identity: bytes, reason: str, message: str, request_id: str = "") -> None:
+        """A frame that cannot be understood: count it, say so once in a while, answer (its id may still be legible)."""
         self.counters[reason] += 1
         count = self.counters[reason]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             log.warning("frame from %r dropped (%s, number %d): %s", identity, reason, count, message)
             self._event_log.emit("frame_dropped", "", reason=reason, count=count, message=message)
-        self._answer(identity, Failure(id="", kind="protocol", message=message))
+        self._answer(identity, Failure(id=request_id, kind="protocol", message=message))

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 
+from makespan.envs.protocol import said_by
 from makespan.envs.registry import resolve
 from makespan.rollout.environment import Action, Environment, Observation, StepResult, SyncEnvironment, TaskRefused
 from makespan.rollout.trajectory import Task
@@ -82,9 +83,9 @@ class Child:
         try:
             return Answer(value=msgspec.Raw(msgspec.msgpack.encode(self._run(call))))
         except TaskRefused as error:
-            return Answer(refused=str(error))
-        except (Exception, SystemExit) as error:
-            return Answer(raised=f"{type(error).__name__}: {error}")
+            return Answer(refused=said_by(error))
+        except BaseException as error:  # SystemExit, KeyboardInterrupt, a panic: here they are the environment's own
+            return Answer(raised=f"{type(error).__name__}: {said_by(error)}")
 
     def _run(self, call: Call) -> Observation | StepResult | None:
         if isinstance(call, Make):

@@ -9,15 +9,30 @@ from __future__ import annotations
 
 import contextlib
 from asyncio import CancelledError
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from types import TracebackType
 from typing import TypeVar
 
 import msgspec
 
+from makespan.envs.config import check_seconds
 from makespan.envs.connection import Connection, ServerInfo, status
-from makespan.envs.protocol import Act, Close, Lease, Open, Rekey, Release, Result, StatusReply, encode, pack
+from makespan.envs.protocol import (
+    LONGEST_JOB_NAME,
+    Act,
+    Close,
+    Lease,
+    Open,
+    Rekey,
+    Release,
+    Result,
+    StatusReply,
+    encode,
+    pack,
+    sendable,
+)
 from makespan.rollout.environment import Action, ActionTiming, EnvironmentFailure, Observation, StepResult
+from makespan.rollout.errors import ConfigError
 from makespan.rollout.telemetry.events import EventLog
 from makespan.rollout.trajectory import Progress, Task
 
@@ -37,6 +52,8 @@ class EnvClient:
         connect_timeout_s: how long `connect` waits for a first answer.
         request_timeout_s: the longest a request may take, waiting for its slot included.
         event_log: gets `environment_reconnected` and `environment_resent` events.
+
+    Raises `ConfigError` for a job or a time that the server would not accept.
     """
 
     def __init__(
@@ -49,6 +66,14 @@ class EnvClient:
         request_timeout_s: float = 600.0,
         event_log: EventLog | None = None,
     ) -> None:
+        for setting, value_s in (
+            ("lease_s", lease_s),
+            ("connect_timeout_s", connect_timeout_s),
+            ("request_timeout_s", request_timeout_s),
+        ):
+            check_seconds(setting, value_s)
+        if len(job) > LONGEST_JOB_NAME or sendable(job) != job:
+            raise ConfigError(f"job is {job!r}; it must be a text of at most {LONGEST_JOB_NAME} characters")
         self.address = address
         self.job = job
         self._lease_s = lease_s
@@ -99,18 +124,20 @@ class EnvClient:
     ) -> tuple[EnvSession, Observation, ActionTiming]:
         """Start a session for a trajectory. Raises `EnvironmentFailure`."""
         request_id = self._new_id(trajectory_id)
-        request = Open(
-            id=request_id,
-            environment=task.environment,
-            task=pack(task),
-            trajectory_id=trajectory_id,
-            key=key,
-            progress=progress,
-            deadline_s=self._request_timeout_s,
-        )
+        with _encoding():
+            request = Open(
+                id=request_id,
+                environment=task.environment,
+                task=pack(task),
+                trajectory_id=trajectory_id,
+                key=key,
+                progress=progress,
+                deadline_s=self._request_timeout_s,
+            )
+            frame = encode(request)
         self._open_sessions.add(request_id)
         try:
-            result = await self._request(trajectory_id, request)
+            result = await self._request(trajectory_id, request_id, frame)
             observation = _value(result, Observation)
         except BaseException:
             self.end_session(request_id)
@@ -121,16 +148,18 @@ class EnvClient:
         self, session: EnvSession, seq: int, action: Action, *, key: float, progress: Progress
     ) -> tuple[StepResult, ActionTiming]:
         """Run action number `seq` of a session (`EnvSession.step` counts for you). Raises `EnvironmentFailure`."""
-        request = Act(
-            id=f"{session.id}/{seq}",
-            session=session.id,
-            seq=seq,
-            action=pack(action),
-            key=key,
-            progress=progress,
-            deadline_s=self._request_timeout_s,
-        )
-        result = await self._request(session.trajectory_id, request)
+        with _encoding():
+            request = Act(
+                id=f"{session.id}/{seq}",
+                session=session.id,
+                seq=seq,
+                action=pack(action),
+                key=key,
+                progress=progress,
+                deadline_s=self._request_timeout_s,
+            )
+            frame = encode(request)
+        result = await self._request(session.trajectory_id, request.id, frame)
         return _value(result, StepResult), _timing(result)
 
     def end_session(self, session_id: str) -> None:
@@ -150,18 +179,20 @@ class EnvClient:
         slot was waited for (`service_s` is 0: the block has yet to run). Raises `EnvironmentFailure`.
         """
         request_id = self._new_id(trajectory_id)
-        request = Lease(
-            id=request_id,
-            slot_class=slot_class,
-            trajectory_id=trajectory_id,
-            key=key,
-            progress=progress,
-            deadline_s=self._request_timeout_s,
-            hold_s=hold_s,
-        )
+        with _encoding():
+            request = Lease(
+                id=request_id,
+                slot_class=slot_class,
+                trajectory_id=trajectory_id,
+                key=key,
+                progress=progress,
+                deadline_s=self._request_timeout_s,
+                hold_s=hold_s,
+            )
+            frame = encode(request)
         self._open_sessions.add(request_id)
         try:
-            timing = _timing(await self._request(trajectory_id, request))
+            timing = _timing(await self._request(trajectory_id, request_id, frame))
         except BaseException:
             self.end_session(request_id)
             raise
@@ -186,13 +217,13 @@ class EnvClient:
         """The server's state. Raises `EnvironmentUnreachable`."""
         return await status(self.address, timeout_s)
 
-    async def _request(self, trajectory_id: str, request: Open | Act | Lease) -> Result:
+    async def _request(self, trajectory_id: str, request_id: str, frame: bytes) -> Result:
         connection = self._connected()
-        self._pending_of[trajectory_id] = request.id
+        self._pending_of[trajectory_id] = request_id
         try:
-            return await connection.request(request.id, encode(request), self._request_timeout_s + self._lease_s)
+            return await connection.request(request_id, frame, self._request_timeout_s + self._lease_s)
         finally:
-            if self._pending_of.get(trajectory_id) == request.id:
+            if self._pending_of.get(trajectory_id) == request_id:
                 del self._pending_of[trajectory_id]
 
     def _connected(self) -> Connection:
@@ -228,10 +259,19 @@ class EnvSession:
         self._client.end_session(self.id)
 
 
+@contextlib.contextmanager
+def _encoding() -> Iterator[None]:
+    """What no frame can carry (a number beyond 64 bits, half a surrogate pair, an object) fails its own call."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise EnvironmentFailure("protocol", f"the request cannot be encoded: {error}") from error
+
+
 def _value(result: Result, of: type[Value]) -> Value:
     try:
         return msgspec.msgpack.decode(result.value, type=of)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise EnvironmentFailure("protocol", f"the answer is not an {of.__name__}: {error}") from error
 
 

@@ -1,18 +1,21 @@
-"""The configuration of an environment server, checked once before anything starts."""
+"""The configuration of an environment server and of its workers, checked once before anything starts."""
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
 
 from makespan.envs.latency import Latency
-from makespan.envs.protocol import MAX_FRAME_BYTES
+from makespan.envs.protocol import LONGEST_S, MAX_FRAME_BYTES
 from makespan.envs.registry import resolve
 from makespan.rollout.errors import ConfigError, nearest
 from makespan.rollout.gate import RateLimit
 
 LEAST_MEMORY_BYTES = 64 * 1024 * 1024
+
+LEAST_FRAME_BYTES = 1_024
 
 KINDS = ("start", "step", "tool")
 
@@ -71,6 +74,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stop_grace_s: float = 10.0
 
 
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the broker is and what to host."""
+
+    broker: str
+    """`tcp://host:port`, the server's `worker_address`."""
+    environments: dict[str, EnvironmentConfig]
+    worker_id: str = ""
+    """Its name, and its socket's routing id, new for each process; empty chooses one."""
+    beat_s: float = 0.5
+    drain_timeout_s: float = 60.0
+    close_timeout_s: float = 5.0
+    """How long an environment may take to close before the session is confirmed as stopped anyway."""
+    max_frame_bytes: int = MAX_FRAME_BYTES
+
+
 class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of a broker."""
 
@@ -121,10 +139,36 @@ def hosted_environments(config: ServerConfig) -> dict[str, EnvironmentConfig]:
     return hosted
 
 
+def check_worker(config: WorkerConfig) -> None:
+    """Raises `ConfigError` naming the setting of a worker that is wrong. Imports the environments' modules."""
+    match = re.fullmatch(r"tcp://\S+:([0-9]{1,5})", config.broker)
+    if match is None or not 1 <= int(match[1]) <= 65_535:
+        raise ConfigError(f"broker is {config.broker!r}; it must be tcp://host:port, the server's `worker_address`")
+    if not config.environments:
+        raise ConfigError("environments is empty: name at least one environment, e.g. counting: {}")
+    for name, environment in config.environments.items():
+        resolve(environment.factory or name)
+        _check_bounds(name, environment)
+    for setting in ("beat_s", "drain_timeout_s", "close_timeout_s"):
+        check_seconds(setting, getattr(config, setting))
+    _check_least("max_frame_bytes", config.max_frame_bytes, LEAST_FRAME_BYTES)
+
+
+def check_seconds(setting: str, value_s: float) -> None:
+    """Raises `ConfigError` for a duration that is none, or that the wire does not carry."""
+    if not 0 < value_s <= LONGEST_S:  # not a number is neither
+        raise ConfigError(f"{setting} is {value_s}; it must be above 0 and at most {LONGEST_S:g} seconds")
+
+
+def _check_least(setting: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{setting} is {value}; it must be at least {least}")
+
+
 def _check_bounds(name: str, environment: EnvironmentConfig) -> None:
     where = f"environments.{name}"
-    if environment.step_timeout_s is not None and not environment.step_timeout_s > 0:
-        raise ConfigError(f"{where}.step_timeout_s is {environment.step_timeout_s}; it must be above 0")
+    if environment.step_timeout_s is not None:
+        check_seconds(f"{where}.step_timeout_s", environment.step_timeout_s)
     if environment.memory_bytes is not None:
         if environment.execution != "process":
             raise ConfigError(f"{where}.memory_bytes needs {where}.execution: process (threads share their memory)")
@@ -137,14 +181,10 @@ def _check_numbers(config: ServerConfig) -> None:
     for name in config.rates:
         if name not in config.slots:
             raise ConfigError(f"rates.{name}: no such slot class{nearest(name, config.slots)}")
-    for setting, least in (("workers", 0), ("max_queued", 1), ("max_frame_bytes", 1_024)):
-        value = getattr(config, setting)
-        if value < least:
-            raise ConfigError(f"{setting} is {value}; it must be at least {least}")
+    for setting, least in (("workers", 0), ("max_queued", 1), ("max_frame_bytes", LEAST_FRAME_BYTES)):
+        _check_least(setting, getattr(config, setting), least)
     for setting in ("worker_timeout_s", "stop_grace_s"):
-        value = getattr(config, setting)
-        if not value > 0:
-            raise ConfigError(f"{setting} is {value}; it must be above 0")
+        check_seconds(setting, getattr(config, setting))
     for setting in ("port", "worker_port", "metrics_port"):
         value = getattr(config, setting)
         if value is not None and not 0 <= value <= 65_535:

@@ -83,14 +83,22 @@ class InThread:
         await self._run(self._environment.close)
 
     async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        self._call = self._pool.submit(function, *arguments)
+        self._call = self._pool.submit(_without_stop_iteration, function, *arguments)
         return await asyncio.wrap_future(self._call)
 
     def _close_late(self) -> None:
         try:
             self._environment.close()
-        except Exception:  # runs in the environment's own thread, where nobody waits for it
+        except BaseException:  # runs in the environment's own thread, where nobody waits for it
             log.exception("an environment failed to close after an abandoned call")
+
+
+def _without_stop_iteration(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function as a coroutine would be: no future can carry a `StopIteration`, so it is a `RuntimeError`."""
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        raise RuntimeError("the environment raised StopIteration") from error
 
 
 def execute(config: EnvironmentConfig, name: str, factory: Factory, pool: Executor) -> Execution:

@@ -24,7 +24,7 @@ class EnvironmentDied(MakespanError):
 
 
 class EnvironmentRaised(MakespanError):
-    """An environment raised in its process; the message is its error's."""
+    """An environment went wrong, and the message says all of it: its error's, when it raised in its process."""
 
 
 class InProcess:

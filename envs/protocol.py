@@ -43,7 +43,14 @@ NOTHING = msgspec.Raw(b"\xc0")
 """The value of a `Result` that says only that it is done (MessagePack nil)."""
 
 Identifier: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+LONGEST_JOB_NAME = 512
+"""In characters."""
+
+LONGEST_S = 1e9
+"""The longest duration that a request may state."""
+
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=LONGEST_S)]
 
 
 class Envelope(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=str.lower):
@@ -56,7 +63,7 @@ class Envelope(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type"
 class Hello(Envelope, frozen=True, kw_only=True):
     """I am here, and want to stay for another `lease_s`; without one my sessions are closed after that time."""
 
-    job: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    job: Annotated[str, msgspec.Meta(max_length=LONGEST_JOB_NAME)] = ""
     """Slots are shared equally between jobs."""
     lease_s: Seconds = 30.0
 
@@ -253,6 +260,15 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
+class _Named(msgspec.Struct, frozen=True):
+    """All that is read of a request that is refused."""
+
+    id: Identifier
+
+
+_names: msgspec.msgpack.Decoder[_Named] = msgspec.msgpack.Decoder(_Named)
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """The frame of a message."""
     return _VERSION_BYTE + _encoder.encode(message)
@@ -278,6 +294,27 @@ def decode_request(frame: bytes) -> Request:
         return _requests.decode(body_of(frame))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise FormatError(f"not a request of version {PROTOCOL_VERSION}: {error}") from error
+
+
+def id_of(frame: bytes) -> str:
+    """The id of a request that `decode_request` refuses, for whoever waits for its answer; "" if it has none."""
+    try:
+        return _names.decode(body_of(frame)).id
+    except (FormatError, msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+
+
+def sendable(text: str) -> str:
+    """A text as it can travel: lone surrogates, which no encoding carries, become backslash escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def said_by(error: BaseException) -> str:
+    """The text of somebody else's error, whose `__str__` may itself raise."""
+    try:
+        return sendable(str(error))
+    except Exception as another:
+        return f"(its text cannot be shown: {type(another).__name__})"
 
 
 def decode_reply(frame: bytes) -> Reply:

@@ -21,8 +21,7 @@ from pathlib import Path
 import msgspec
 
 from makespan.envs.broker_process import BrokerProcessConfig, WorkerLost
-from makespan.envs.config import EnvironmentConfig, ServerConfig
-from makespan.envs.worker import WorkerConfig
+from makespan.envs.config import EnvironmentConfig, ServerConfig, WorkerConfig
 from makespan.rollout.errors import ConfigError
 
 log = logging.getLogger(__name__)

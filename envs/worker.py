@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import uuid
 from collections import OrderedDict
@@ -24,14 +25,14 @@ import msgspec
 import zmq
 
 from makespan.envs import worker_protocol as wp
-from makespan.envs.config import EnvironmentConfig
+from makespan.envs.config import EnvironmentConfig, WorkerConfig
 from makespan.envs.execution import Execution, execute
 from makespan.envs.isolation import EnvironmentRaised
 from makespan.envs.latency import WithLatency
-from makespan.envs.protocol import MAX_FRAME_BYTES, NOTHING, encode, pack
+from makespan.envs.protocol import NOTHING, encode, pack, said_by, sendable
 from makespan.envs.registry import Factory, resolve
 from makespan.envs.sockets import DealerSocket, connect_dealer
-from makespan.rollout.environment import Action, Environment, FailureKind, TaskRefused
+from makespan.rollout.environment import Action, Environment, FailureKind, StepResult, TaskRefused
 from makespan.rollout.errors import FormatError
 from makespan.rollout.trajectory import Task
 
@@ -49,21 +50,6 @@ MESSAGE_CHARACTERS = 10_000
 
 ENDED_REMEMBERED = 65_536
 """Names of stopped sessions that are kept, to recognise a late copy of their start."""
-
-
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the broker is and what to host."""
-
-    broker: str
-    """`tcp://host:port`, the server's `worker_address`."""
-    environments: dict[str, EnvironmentConfig]
-    worker_id: str = ""
-    """Its name, and its socket's routing id, new for each process; empty chooses one."""
-    beat_s: float = 0.5
-    drain_timeout_s: float = 60.0
-    close_timeout_s: float = 5.0
-    """How long an environment may take to close before the session is confirmed as stopped anyway."""
-    max_frame_bytes: int = MAX_FRAME_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -243,7 +229,7 @@ class Worker:
         """The reset to a task or one step of a session's environment."""
         if isinstance(what, Action):
             assert hosted.environment is not None, "a session that was not reset is closed"
-            return pack(await hosted.environment.step(what))
+            return pack(_checked(await hosted.environment.step(what)))
         name = hosted.start.environment
         config = self._config.environments[name]
         execution = hosted.execution = execute(config, name, self._factories[name], self._pool)
@@ -264,7 +250,7 @@ class Worker:
             else:
                 async with asyncio.timeout(limit_s) as limit:
                     value = await self._call(hosted, what)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except BaseException as error:  # whatever it is, it must not take the other sessions along
             if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
                 raise  # stopped from outside, not an exception of the environment
             if isinstance(error, TimeoutError) and limit is not None and limit.expired():
@@ -278,9 +264,10 @@ class Worker:
     def _failure(self, hosted: _Hosted, error: BaseException) -> tuple[FailureKind, str]:
         """What an exception of an environment is called, and said, on the wire."""
         if isinstance(error, TaskRefused):
-            return "refused", str(error)
+            return "refused", said_by(error)
         log.warning("the environment raised", exc_info=error, extra=_ids(hosted))
-        return "raised", str(error) if isinstance(error, EnvironmentRaised) else f"{type(error).__name__}: {error}"
+        text = said_by(error)
+        return "raised", text if isinstance(error, EnvironmentRaised) else f"{type(error).__name__}: {text}"
 
     def _report(
         self, hosted: _Hosted, value: msgspec.Raw, kind: FailureKind | None, text: str, execution_s: float
@@ -297,7 +284,7 @@ class Worker:
             seq=hosted.seq,
             value=value,
             kind=kind,
-            message=text[:MESSAGE_CHARACTERS],
+            message=sendable(text)[:MESSAGE_CHARACTERS],
             execution_s=execution_s,
             closed=hosted.closed,
         )
@@ -312,7 +299,9 @@ class Worker:
         try:
             async with asyncio.timeout(self._config.close_timeout_s):
                 await execution.close()
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+                raise
             log.warning("an environment failed to close", exc_info=error, extra=_ids(hosted))
         if execution.abandoned:
             self._abandoned.append(execution)
@@ -369,6 +358,13 @@ def _ids(hosted: _Hosted) -> dict[str, str]:
     """What the log says a record is about."""
     start = hosted.start
     return {"session": start.session, "trajectory": start.trajectory_id, "job": start.job, "client": start.client}
+
+
+def _checked(result: StepResult) -> StepResult:
+    """What an environment gave, if its reward is one. Raises `EnvironmentRaised`."""
+    if isinstance(result, StepResult) and not math.isfinite(result.reward):
+        raise EnvironmentRaised(f"the environment's reward is {result.reward}, it must be a finite number")
+    return result
 
 
 def _is_being_cancelled() -> bool:

@@ -17,8 +17,9 @@ import sys
 import msgspec
 import zmq
 
+from makespan.envs.config import WorkerConfig, check_worker
 from makespan.envs.process import Announcer, on_signals, read_config, run_process, set_up_logging, watch_parent
-from makespan.envs.worker import Worker, WorkerConfig
+from makespan.envs.worker import Worker
 from makespan.rollout.errors import ConfigError
 
 
@@ -33,12 +34,16 @@ async def run_worker(config: WorkerConfig, *, with_parent: bool) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         await worker.run(context, stop, lambda: announce(ready=worker.worker_id))
+    except zmq.ZMQError as error:
+        text = f"worker {worker.worker_id!r} cannot connect to broker {config.broker!r}: {error}"
+        raise ConfigError(text) from error
     finally:
         context.destroy(linger=500)
 
 
 def serve_worker(config: WorkerConfig) -> int:
     """Run a worker in this process until a signal ends it; gives the exit code. Raises `MakespanError`."""
+    check_worker(config)
     set_up_logging()
     asyncio.run(run_worker(config, with_parent=False))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+import msgspec
 import pytest
 
 from makespan.envs import worker_protocol as wp
@@ -399,6 +400,16 @@ def test_too_large_frames_and_other_versions_are_answered_and_counted() -> None:
     assert kinds([reply for _, reply in broker.replies[-2:]]) == ["protocol", "protocol"]
     counters = broker.broker.counters
     assert (counters["frames_too_large"], counters["frames_malformed"]) == (1, 1)
+
+
+def test_a_request_with_a_field_out_of_its_range_is_refused_under_its_id() -> None:
+    broker = bench()
+    for id_, expected in (("mine", "mine"), ("", ""), ("x" * 513, ""), (7, "")):
+        request = {"type": "act", "id": id_, "session": "s", "seq": 0, "action": {}}
+        broker.broker.receive_client(A, b"\x01" + msgspec.msgpack.encode(request))
+        reply = broker.replies[-1][1]
+        assert isinstance(reply, Failure)
+        assert (reply.id, reply.kind) == (expected, "protocol")
 
 
 def test_what_a_confused_worker_says_grants_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 from makespan.envs.client import EnvClient, status
 from makespan.envs.sync_client import SyncEnvClient
 from makespan.rollout.environment import ActionTiming, EnvironmentFailure
-from makespan.rollout.errors import EnvironmentUnreachable
+from makespan.rollout.errors import ConfigError, EnvironmentUnreachable
 from makespan.rollout.trajectory import Progress, Task
 from tests.envs.plane import open_session, step
 
@@ -330,6 +331,51 @@ def test_too_large_a_request_fails_before_it_is_sent(serve: Any, counting_task: 
             with pytest.raises(EnvironmentFailure, match="10000") as failure:
                 await step(session, "x" * 20_000)
             assert failure.value.kind == "protocol"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("value_s", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("setting", ["lease_s", "connect_timeout_s", "request_timeout_s"])
+def test_a_time_that_no_server_accepts_is_refused_at_once(setting: str, value_s: float) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} is {re.escape(str(value_s))}; it must be above 0"):
+        EnvClient("tcp://127.0.0.1:1", job="test", **{setting: value_s})  # type: ignore[arg-type]
+    EnvClient("tcp://127.0.0.1:1", job="test", **{setting: 1e9})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("job", ["j" * 513, "\ud800"])
+def test_a_job_name_that_no_server_accepts_is_refused_at_once(job: str) -> None:
+    with pytest.raises(ConfigError, match="job is"):
+        EnvClient("tcp://127.0.0.1:1", job=job)
+    EnvClient("tcp://127.0.0.1:1", job="j" * 512)
+
+
+def test_a_request_that_cannot_be_encoded_or_understood_fails_alone(serve: Any, counting_task: Tasks) -> None:
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+
+    async def main() -> None:
+        slots = {"counting.start": 1, "counting.step": 1, "a.tool": 1}
+        async with serve(slots=slots) as address, EnvClient(address, job="test") as client, asyncio.timeout(20):
+            session, _, _ = await open_session(client, counting_task("good"))
+
+            async def lease(hold_s: float) -> None:
+                async with client.lease("a.tool", "t", key=0.0, progress=Progress(), hold_s=hold_s):
+                    pass
+
+            for work, message in (
+                (open_session(client, counting_task("a", number=2**64)), "cannot be encoded: "),
+                (open_session(client, counting_task("a", thing=object())), "cannot be encoded: "),
+                (open_session(client, counting_task("a", cyclic=cyclic)), "cannot be encoded: "),
+                (open_session(client, counting_task("\ud800")), "cannot be encoded: "),
+                (step(session, "\ud800"), "cannot be encoded: "),
+                (lease(float("inf")), r"not a request of version 1: Expected `float` <= 1000000000\.0"),
+            ):
+                with pytest.raises(EnvironmentFailure, match=message) as failure:
+                    await work
+                assert failure.value.kind == "protocol"
+            await step(session)
+            await lease(1e9)
 
     asyncio.run(main())
 

@@ -1,13 +1,14 @@
-"""Environments that hog, hoard, die and print."""
+"""Environments that hog, hoard, die, print and raise what nobody expects."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
 from typing import Any
 
-from makespan.rollout.environment import Action, Message, Observation, StepResult
+from makespan.rollout.environment import Action, Message, Observation, StepResult, TaskRefused
 from makespan.rollout.trajectory import Task
 
 
@@ -39,3 +40,61 @@ class Troublemaker:
 
     def close(self) -> None:
         self.hoard.clear()
+
+
+class Panic(BaseException):
+    """As foreign code raises it: no `Exception`."""
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+RAISED: dict[str, BaseException] = {
+    "surrogate": ValueError("half a pair: \ud800"),
+    "mute": Mute(),
+    "interrupt": KeyboardInterrupt("now"),
+    "panic": Panic("poisoned"),
+    "cancelled": asyncio.CancelledError("by itself"),
+    "exhausted": StopIteration("over"),
+}
+
+
+class Raiser:
+    """Raises, refuses and gives what its actions and its task say; blocking."""
+
+    def reset(self, task: Task) -> Observation:
+        if "refuse" in task.payload:
+            raise TaskRefused("no task \ud800")
+        self.closing = task.payload.get("close", "")
+        return Observation((Message("user", "ready"),))
+
+    def step(self, action: Action) -> StepResult:
+        if action.text in RAISED:
+            raise RAISED[action.text]
+        if action.text == "content":
+            return StepResult(Observation((Message("user", "\ud800"),)))
+        if action.text == "info":
+            return StepResult(Observation(()), info={"\ud800": 1})
+        return StepResult(Observation(()), reward=float(action.text))
+
+    def close(self) -> None:
+        if self.closing:
+            raise RAISED[self.closing]
+
+
+class AsyncRaiser:
+    """The same in the event loop."""
+
+    def __init__(self) -> None:
+        self._raiser = Raiser()
+
+    async def reset(self, task: Task) -> Observation:
+        return self._raiser.reset(task)
+
+    async def step(self, action: Action) -> StepResult:
+        return self._raiser.step(action)
+
+    async def close(self) -> None:
+        self._raiser.close()
