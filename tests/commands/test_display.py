@@ -79,7 +79,7 @@ def printed(value: Summary) -> dict[str, str]:
 
 def test_what_was_not_measured_is_not_shown_as_zero():
     rows = printed(summary())
-    for name in ("cached", "recomputed", "preemptions", "seconds in prefill", "prefill's share of inference"):
+    for name in ("cached", "recomputed", "preemptions", "seconds in prefill", "prefill's share of request time"):
         assert rows[name] == "not measured"
 
 

@@ -112,7 +112,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ),
         ("preemptions", _figure(summary.preemptions, digits=0)),
         (
-            "prefill's share of inference",
+            "prefill's share of request time",
             "not measured" if not inference_s else f"{(phases.prefill or 0) / inference_s:.0%}",
         ),
     ]
