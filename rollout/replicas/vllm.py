@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ GROUP_GRACE_S = 15.0
 
 LOG_TAIL_LINES = 12
 
+DEVICES = Path("/dev")
+
 
 def divide_cores(replicas: int, cores: list[int]) -> list[tuple[int, ...]]:
     """Share CPU cores between replicas: disjoint and as equal as can be, or one core each in turn when there are
@@ -56,6 +59,15 @@ def divide_cores(replicas: int, cores: list[int]) -> list[tuple[int, ...]]:
         parts.append(tuple(cores[start:end]))
         start = end
     return parts
+
+
+def visible_gpus() -> list[str]:
+    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a machine without NVIDIA devices."""
+    devices = sorted(int(path.name.removeprefix("nvidia")) for path in DEVICES.glob("nvidia[0-9]*"))
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not devices or allowed is None:
+        return [str(device) for device in devices]
+    return [name.strip() for name in allowed.split(",") if name.strip() not in ("", "-1")]
 
 
 class VllmReplica:

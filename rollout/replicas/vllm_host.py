@@ -62,7 +62,7 @@ def prepare_process(config: HostConfig) -> int:
     if config.cores:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, config.cores))
     if config.gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(config.gpu)
+        os.environ["CUDA_VISIBLE_DEVICES"] = config.gpu
     frames = os.dup(1)
     os.dup2(2, 1)
     return frames
@@ -111,7 +111,7 @@ def engine_arguments(config: HostConfig) -> Any:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": config.prefix_caching,
-        "enforce_eager": True,
+        "enforce_eager": config.gpu is None,  # compiled graphs pay on a GPU; the small CPU engines start faster without
         "skip_tokenizer_init": True,
         "seed": config.seed,
         "kv_cache_memory_bytes": config.kv_cache_bytes,

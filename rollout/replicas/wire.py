@@ -29,8 +29,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
     cores: tuple[int, ...]
     """CPU cores of the engine's worker; empty: not bound (on a GPU)."""
     seed: int
-    gpu: int | None = None
-    """Index of the GPU among the visible ones, None on the CPU."""
+    gpu: str | None = None
+    """The GPU as CUDA_VISIBLE_DEVICES names it (an index or a UUID); None on the CPU."""
     num_blocks: int | None = None
     """Overrides the number of cache blocks (to make memory scarce)."""
 

@@ -33,7 +33,7 @@ from makespan.rollout.conversation import Conversation, Tokenizer
 from makespan.rollout.engine import Limits, RolloutEngine
 from makespan.rollout.environment import EnvironmentFailure
 from makespan.rollout.errors import ConfigError
-from makespan.rollout.replicas.vllm import VllmReplica, divide_cores, start_replicas
+from makespan.rollout.replicas.vllm import VllmReplica, divide_cores, start_replicas, visible_gpus
 from makespan.rollout.replicas.wire import HostConfig
 from makespan.rollout.routing import make_router
 from makespan.rollout.scheduling import action_key
@@ -196,6 +196,7 @@ def prepare(config: RunConfig) -> tuple[list[Task], Scripts, Path, Conversation]
 
     model = resolve(config.model.path)
     check_model_length(model, config.replicas.max_model_len)
+    host_configs(config, model)
     return tasks, scripts, model, Conversation(load_tokenizer(model))
 
 
@@ -273,8 +274,16 @@ async def _parts(
 
 
 def host_configs(config: RunConfig, model: Path) -> dict[str, HostConfig]:
-    """What each replica's host is started with: the cores (or GPUs) are divided between them."""
+    """What each replica's host is started with: a GPU each where there are any, else the cores divided between them.
+
+    Raises `ConfigError` for more replicas than GPUs.
+    """
     replicas = config.replicas
+    gpus = visible_gpus()
+    if gpus and replicas.count > len(gpus):
+        raise ConfigError(
+            f"replicas.count is {replicas.count}, and {len(gpus)} GPUs are visible: --set replicas.count={len(gpus)}"
+        )
     cores = divide_cores(replicas.count, sorted(os.sched_getaffinity(0)))
     memory = None if replicas.kv_cache_gib is None else int(replicas.kv_cache_gib * 2**30)
     return {
@@ -285,7 +294,8 @@ def host_configs(config: RunConfig, model: Path) -> dict[str, HostConfig]:
             kv_cache_bytes=memory,
             max_num_batched_tokens=replicas.max_num_batched_tokens,
             prefix_caching=replicas.prefix_caching,
-            cores=cores[index],
+            cores=() if gpus else cores[index],
+            gpu=gpus[index] if gpus else None,
             seed=config.seed,
             num_blocks=replicas.num_blocks,
         )
