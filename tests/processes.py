@@ -53,5 +53,7 @@ def mapped_shared_memory(pids: set[int]) -> set[str]:
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
         except OSError:
             continue
-        names |= {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line}
+        names |= {
+            line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line or "/dev/shm/sem.mp-" in line
+        }
     return names

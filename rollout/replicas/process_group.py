@@ -17,6 +17,9 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.1
 
+_MARKS = tuple(f" {SHARED_MEMORY}/{prefix}" for prefix in ("psm_", "sem.mp-"))
+"""How lines of /proc/PID/maps name the segments and semaphores of Python's multiprocessing."""
+
 
 def shared_memory_of(group: int) -> tuple[str, ...]:
     """Names of the POSIX shared memory segments that processes of a group have mapped now (Linux; else none)."""
@@ -28,8 +31,7 @@ def shared_memory_of(group: int) -> tuple[str, ...]:
             lines = maps.read_text().splitlines()
         except OSError:  # it ended meanwhile, or is another user's
             continue
-        # Semaphores unlink their names at once; queues and buffers of Python's shared_memory are called psm_….
-        names |= {Path(line.split(maxsplit=5)[5]).name for line in lines if f" {SHARED_MEMORY}/psm_" in line}
+        names |= {Path(line.split(maxsplit=5)[5]).name for line in lines if any(mark in line for mark in _MARKS)}
     return tuple(sorted(names))
 
 
