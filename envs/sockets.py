@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ BATCH_FRAMES = 64
 """How many frames one message carries at most."""
 
 
-class _LoopSocket:
+class _LoopSocket(abc.ABC):
     """What both kinds share: reading in turns, and an outbox by peer (`b""` for a DEALER's only one)."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -96,8 +97,9 @@ class _LoopSocket:
     def _is_closed(self) -> bool:
         return self._closed
 
+    @abc.abstractmethod
     def _take(self, parts: list[bytes]) -> None:
-        raise NotImplementedError
+        """Handle one message as it came, the peer's id in front where the socket gives one."""
 
     def _failed(self, error: Exception) -> None:
         """An error of ours in handling one frame must not take the frames behind it along."""

@@ -66,24 +66,31 @@ def test_timing_separates_waiting_from_holding(serve: Any, counting_task: Tasks)
     asyncio.run(main())
 
 
+async def order_of_service(
+    serve: Any, until: Any, counting_task: Tasks, keys: dict[str, float], new_keys: dict[str, float]
+) -> list[str]:
+    """Which of several actions run first when they wait with `keys`, changed to `new_keys`, for one taken slot."""
+    slots = {"counting.start": 5, "counting.step": 1}
+    async with serve(slots=slots) as address, EnvClient(address, job="test") as client:
+        sessions = {name: (await open_session(client, counting_task(name)))[0] for name in keys}
+        order: list[str] = []
+
+        async def run(name: str, key: float) -> None:
+            await step(sessions[name], key=key)
+            order.append(name)
+
+        async with asyncio.TaskGroup() as tasks, slot_taken(client):
+            for name, key in keys.items():
+                tasks.create_task(run(name, key))
+            await until(address, lambda report: report.slots["counting.step"].waiting == len(keys))
+            if new_keys:
+                client.rekey(new_keys)
+        return order
+
+
 def test_waiting_actions_go_by_key(serve: Any, until: Any, counting_task: Tasks) -> None:
-    async def main() -> list[str]:
-        slots = {"counting.start": 5, "counting.step": 1}
-        async with serve(slots=slots) as address, EnvClient(address, job="test") as client:
-            sessions = {name: (await open_session(client, counting_task(name)))[0] for name in "bcd"}
-            order: list[str] = []
-
-            async def run(name: str, key: float) -> None:
-                await step(sessions[name], key=key)
-                order.append(name)
-
-            async with asyncio.TaskGroup() as tasks, slot_taken(client):
-                for name, key in (("b", 3.0), ("c", 1.0), ("d", 2.0)):
-                    tasks.create_task(run(name, key))
-                await until(address, lambda report: report.slots["counting.step"].waiting == 3)
-            return order
-
-    assert asyncio.run(main()) == ["c", "d", "b"]
+    keys = {"b": 3.0, "c": 1.0, "d": 2.0}
+    assert asyncio.run(order_of_service(serve, until, counting_task, keys, {})) == ["c", "d", "b"]
 
 
 @pytest.mark.parametrize(
@@ -272,9 +279,14 @@ def test_a_request_that_takes_too_long_fails_as_timeout_and_frees_its_slot(
 ) -> None:
     async def main() -> None:
         slots = {"counting.start": 2, "counting.step": 1}
-        async with serve(slots=slots) as address, EnvClient(address, job="test", request_timeout_s=0.5) as client:
+        # The one that waits has the earlier deadline: were both the same, the first's end would free its slot in time.
+        async with (
+            serve(slots=slots) as address,
+            EnvClient(address, job="test", request_timeout_s=4.0) as client,
+            EnvClient(address, job="test", request_timeout_s=1.0) as hurried,
+        ):
             session, _, _ = await open_session(client, counting_task("a", step_s=30.0))
-            other, _, _ = await open_session(client, counting_task("b", step_s=0.0))
+            other, _, _ = await open_session(hurried, counting_task("b", step_s=0.0))
             running = asyncio.create_task(step(session))
             await until(address, lambda report: report.slots["counting.step"].running == 1)
             with pytest.raises(EnvironmentFailure) as waited:
@@ -463,24 +475,8 @@ def test_an_expired_lease_is_counted_for_its_tool_may_still_run(serve: Any, unti
 
 
 def test_new_keys_reorder_what_waits(serve: Any, until: Any, counting_task: Tasks) -> None:
-    async def main() -> list[str]:
-        slots = {"counting.start": 5, "counting.step": 1}
-        async with serve(slots=slots) as address, EnvClient(address, job="test") as client:
-            sessions = {name: (await open_session(client, counting_task(name)))[0] for name in "bc"}
-            order: list[str] = []
-
-            async def run(name: str, key: float) -> None:
-                await step(sessions[name], key=key)
-                order.append(name)
-
-            async with asyncio.TaskGroup() as tasks, slot_taken(client):
-                for name, key in (("b", 1.0), ("c", 2.0)):
-                    tasks.create_task(run(name, key))
-                await until(address, lambda report: report.slots["counting.step"].waiting == 2)
-                client.rekey({"c": 0.5, "nobody": 0.0})
-            return order
-
-    assert asyncio.run(main()) == ["c", "b"]
+    order = order_of_service(serve, until, counting_task, {"b": 1.0, "c": 2.0}, {"c": 0.5, "nobody": 0.0})
+    assert asyncio.run(order) == ["c", "b"]
 
 
 def test_the_synchronous_face_runs_a_task_and_leaves_no_thread(serve: Any, counting_task: Tasks) -> None:
