@@ -8,14 +8,14 @@ only while it runs (`gate.py`). The baseline is a fixed concurrency in order of 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 import msgspec
 
 from makespan.rollout.errors import ConfigError, nearest
+from makespan.rollout.order import AdmissionOrder, ArrivalOrder
 from makespan.rollout.trajectory import TrajectoryResult, TrajectoryState
 
 
@@ -45,29 +45,29 @@ class AdmissionPolicy(Protocol):
 
 
 class FixedConcurrency:
-    """At most `concurrency` trajectories run at once (None: all of them); they start in the order of arrival."""
+    """At most `concurrency` trajectories run at once (None: all of them); they start in the given order."""
 
-    def __init__(self, concurrency: int | None) -> None:
+    def __init__(self, concurrency: int | None, order: AdmissionOrder | None = None) -> None:
         if concurrency is not None and concurrency < 1:
             raise ConfigError(f"admission.concurrency must be at least 1 or null for no limit, not {concurrency}")
         self._concurrency = concurrency
         self._admitted: set[str] = set()
-        self._waiting: OrderedDict[str, None] = OrderedDict()
+        self._waiting = ArrivalOrder() if order is None else order
 
     def submit(self, trajectory_id: str) -> None:
-        self._waiting[trajectory_id] = None
+        self._waiting.submit(trajectory_id)
 
     def start(self) -> list[str]:
         started = []
-        while self._waiting and (self._concurrency is None or len(self._admitted) < self._concurrency):
-            trajectory_id, _ = self._waiting.popitem(last=False)
+        while len(self._waiting) and (self._concurrency is None or len(self._admitted) < self._concurrency):
+            trajectory_id = self._waiting.next()
             self._admitted.add(trajectory_id)
             started.append(trajectory_id)
         return started
 
     def finish(self, trajectory_id: str) -> None:
         self._admitted.discard(trajectory_id)
-        self._waiting.pop(trajectory_id, None)
+        self._waiting.withdraw(trajectory_id)
 
     def statistics(self) -> AdmissionStatistics:
         return AdmissionStatistics(len(self._admitted), len(self._waiting), self._concurrency)
@@ -87,17 +87,31 @@ class Admission:
         Cancelled while waiting, the trajectory leaves the queue; a ticket granted in the same instant passes on to the
         next one.
         """
-        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tickets[trajectory_id] = ticket
-        self._policy.submit(trajectory_id)
-        self._grant()
+        if trajectory_id not in self._tickets:
+            self.enqueue([trajectory_id])
         try:
-            await ticket
+            await self._tickets[trajectory_id]
             yield
         finally:
-            self._tickets.pop(trajectory_id, None)
-            self._policy.finish(trajectory_id)
-            self._grant()
+            self.withdraw(trajectory_id)
+
+    def enqueue(self, trajectory_ids: Iterable[str]) -> None:
+        """Let trajectories wait before they ask with `admit`: all of a batch are known before the first one starts.
+
+        They are granted in the loop's next round, when tasks made by the caller have reached `admit` and go on in the
+        order of their grants.
+        """
+        loop = asyncio.get_running_loop()
+        for trajectory_id in trajectory_ids:
+            self._tickets[trajectory_id] = loop.create_future()
+            self._policy.submit(trajectory_id)
+        loop.call_soon(self._grant)
+
+    def withdraw(self, trajectory_id: str) -> None:
+        """The trajectory is over, or will never ask for its ticket."""
+        self._tickets.pop(trajectory_id, None)
+        self._policy.finish(trajectory_id)
+        self._grant()
 
     def statistics(self) -> AdmissionStatistics:
         return self._policy.statistics()
@@ -109,16 +123,16 @@ class Admission:
                 ticket.set_result(None)
 
 
-def _everything(concurrency: int | None) -> AdmissionPolicy:
+def _everything(concurrency: int | None, order: AdmissionOrder | None = None) -> AdmissionPolicy:
     """All trajectories at once, whatever the memory: what a trainer without admission control does."""
     if concurrency is not None:
         raise ConfigError(
             f"admission.concurrency: 'everything' admits all at once, so it must be null, not {concurrency}"
         )
-    return FixedConcurrency(None)
+    return FixedConcurrency(None, order)
 
 
-def _coupled(concurrency: int | None) -> AdmissionPolicy:
+def _coupled(concurrency: int | None, order: AdmissionOrder | None = None) -> AdmissionPolicy:
     """As many trajectories as there are environment slots.
 
     A trajectory that holds its slot from start to end (a sandbox a rollout, a semaphore around the whole loop) keeps
@@ -126,7 +140,7 @@ def _coupled(concurrency: int | None) -> AdmissionPolicy:
     """
     if concurrency is None:
         raise ConfigError("admission.concurrency: 'coupled' needs the number of environment slots here, not null")
-    return FixedConcurrency(concurrency)
+    return FixedConcurrency(concurrency, order)
 
 
 class OversampleCut:
@@ -149,7 +163,7 @@ class OversampleCut:
                 self._stop()
 
 
-ADMISSION: dict[str, Callable[[int | None], AdmissionPolicy]] = {
+ADMISSION: dict[str, Callable[[int | None, AdmissionOrder | None], AdmissionPolicy]] = {
     "fixed": FixedConcurrency,
     "everything": _everything,
     "coupled": _coupled,
@@ -157,8 +171,11 @@ ADMISSION: dict[str, Callable[[int | None], AdmissionPolicy]] = {
 """Admission policies by the name that a configuration uses."""
 
 
-def make_admission(name: str, concurrency: int | None) -> Admission:
-    """The shell around the policy of this name. Raises `ConfigError` for an unknown name."""
+def make_admission(name: str, concurrency: int | None, order: AdmissionOrder | None = None) -> Admission:
+    """The shell around the policy of this name; trajectories start in `order`, by default in that of their arrival.
+
+    Raises `ConfigError` for an unknown name.
+    """
     if name not in ADMISSION:
         raise ConfigError(f"admission.policy: unknown policy {name!r}{nearest(name, ADMISSION)}")
-    return Admission(ADMISSION[name](concurrency))
+    return Admission(ADMISSION[name](concurrency, order))

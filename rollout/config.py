@@ -89,6 +89,8 @@ class AdmissionConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     policy: str = "fixed"
     concurrency: Count | None = 16
     """Trajectories that run at once; null admits all of them."""
+    order: str = "forecast"
+    """Who starts next: `forecast` (what the coordinator expects to take longest) or `arrival`."""
 
 
 class RoutingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,7 +98,8 @@ class RoutingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class SchedulingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    policy: str = "fifo"
+    policy: str = "caas"
+    """Whose action gets the next slot: `caas`, or a baseline: `fifo`, `progress`, `least-progress`."""
 
 
 class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +123,9 @@ class RunConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tasks: Count = 64
     samples_per_task: Count = 1
     """Trajectories of each task; they form a group."""
+    history: str | None = None
+    """A file with what earlier runs of this job taught (lengths, costs, prompts); it is read first and replaced at the end.
+    Null: nothing is known beforehand."""
     actions: Literal["model", "script"] = "model"
     """`script`: the benchmark's own solution is played with real inference of the same length."""
     model: ModelConfig = ModelConfig()

@@ -10,6 +10,7 @@ reply carries the time its owner measured (`ActionTiming`), so that no duration 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -138,4 +139,8 @@ class EnvironmentBackend(Protocol):
         self, trajectory_id: str, task: Task, *, key: float, progress: Progress
     ) -> tuple[Session, Observation, ActionTiming]:
         """Start a session for a trajectory and reset it to `task`. Raises `EnvironmentFailure`."""
+        ...
+
+    def rekey(self, keys: Mapping[str, float]) -> None:
+        """Give the waiting actions of these trajectories new keys; trajectories without one are ignored."""
         ...

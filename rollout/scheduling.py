@@ -7,12 +7,16 @@ The baselines. `fifo` is first come, first served. `progress` serves the chain w
 right when the longer a chain has run the longer it still will (a decreasing hazard), and `least-progress` the one with
 the fewest, which is right in the opposite case (R. Weber, J. Appl. Prob. 19:167-182, 1982). `oracle` knows how long
 every chain still takes and serves the longest first; it needs a trace, and bounds what ordering alone can gain.
+
+`caas` asks the coordinator, whose forecast knows the whole batch (`coordinator.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
+from makespan.rollout.coordinator import Coordinator, Outlook
 from makespan.rollout.errors import ConfigError, nearest
 from makespan.rollout.trajectory import Progress
 
@@ -48,20 +52,73 @@ def oracle(remaining_s: RemainingSeconds) -> ActionKey:
 
 
 ACTION_KEYS: dict[str, ActionKey] = {"fifo": fifo, "progress": most_progress, "least-progress": least_progress}
-"""Action policies by the name that a configuration uses."""
+"""Keys of progress alone, by the name that a configuration uses."""
 
 ORACLE = "oracle"
+CAAS = "caas"
+POLICIES = (*ACTION_KEYS, CAAS, ORACLE)
+"""All action policies by name."""
 
 
-def action_key(name: str, remaining_s: RemainingSeconds | None = None) -> ActionKey:
+class ActionPolicy(Protocol):
+    """What the engine asks of a policy."""
+
+    def key(self, trajectory_id: str, progress: Progress) -> float:
+        """The key of an action that begins to wait."""
+        ...
+
+    def rekeys(self, now_s: float) -> dict[str, float]:
+        """New keys for the actions that wait, by trajectory; empty while the old ones stand."""
+        ...
+
+    def why(self, trajectory_id: str) -> Outlook | None:
+        """What the key of the trajectory's action was made from; None for a policy that forecasts nothing."""
+        ...
+
+
+class ProgressKeys:
+    """A policy whose keys follow from a trajectory's progress, and stand."""
+
+    def __init__(self, key: ActionKey) -> None:
+        self._key = key
+
+    def key(self, trajectory_id: str, progress: Progress) -> float:
+        return self._key(trajectory_id, progress)
+
+    def rekeys(self, now_s: float) -> dict[str, float]:
+        return {}
+
+    def why(self, trajectory_id: str) -> Outlook | None:
+        return None
+
+
+class ChainAdvancing:
+    """`caas`: scarce slots go to the chains whose observed progress says that they will end the batch."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def key(self, trajectory_id: str, progress: Progress) -> float:
+        return self._coordinator.key(trajectory_id, progress)
+
+    def rekeys(self, now_s: float) -> dict[str, float]:
+        return self._coordinator.rekeys(now_s)
+
+    def why(self, trajectory_id: str) -> Outlook | None:
+        return self._coordinator.outlook(trajectory_id)
+
+
+def action_policy(name: str, coordinator: Coordinator, remaining_s: RemainingSeconds | None = None) -> ActionPolicy:
     """The policy of this name. `remaining_s` is what `oracle` knows, where a trace tells it.
 
     Raises `ConfigError` for an unknown name, and for the oracle without a trace.
     """
+    if name == CAAS:
+        return ChainAdvancing(coordinator)
     if name == ORACLE:
         if remaining_s is None:
             raise ConfigError("scheduling.policy: 'oracle' knows the future from a trace; a live run has none")
-        return oracle(remaining_s)
+        return ProgressKeys(oracle(remaining_s))
     if name not in ACTION_KEYS:
-        raise ConfigError(f"scheduling.policy: unknown policy {name!r}{nearest(name, [*ACTION_KEYS, ORACLE])}")
-    return ACTION_KEYS[name]
+        raise ConfigError(f"scheduling.policy: unknown policy {name!r}{nearest(name, POLICIES)}")
+    return ProgressKeys(ACTION_KEYS[name])

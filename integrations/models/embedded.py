@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-REVISION = "4"
+REVISION = "5"
 """Part of the directory's name: raise it with any change of what is built, so that no stale model is used."""
 
 
@@ -66,8 +66,8 @@ def _write_model(directory: Path, vocabulary: int) -> None:
     config = GraniteMoeHybridConfig(
         vocab_size=vocabulary,
         hidden_size=256,
-        intermediate_size=3072,
-        shared_intermediate_size=3072,
+        intermediate_size=8192,
+        shared_intermediate_size=8192,
         num_hidden_layers=4,
         layer_types=["mamba", "mamba", "mamba", "attention"],
         num_attention_heads=4,

@@ -33,8 +33,9 @@ class GatedSlots:
 
     def __init__(self, slots: int | None) -> None:
         self._gate: ActionGate[asyncio.Future[None]] | None = None if slots is None else ActionGate(slots)
+        self._waiting: dict[str, asyncio.Future[None]] = {}
 
-    async def hold(self, key: float, service_s: float) -> float:
+    async def hold(self, trajectory_id: str, key: float, service_s: float) -> float:
         """Hold a slot for `service_s` seconds; gives the seconds of waiting for it."""
         gate = self._gate
         if gate is None:
@@ -47,14 +48,22 @@ class GatedSlots:
         self._grant(gate, asked_s)
         try:
             if not ticket.done():
+                self._waiting[trajectory_id] = ticket
                 await ticket
+                del self._waiting[trajectory_id]
             queue_s = loop.time() - asked_s
             await asyncio.sleep(service_s)
         finally:
+            self._waiting.pop(trajectory_id, None)
             if not gate.cancel(ticket):
                 gate.release(ticket)
                 self._grant(gate, loop.time())
         return queue_s
+
+    def rekey(self, keys: Mapping[str, float]) -> None:
+        """New keys, by trajectory, for the actions that wait here."""
+        if self._gate is not None:
+            self._gate.rekey_all((ticket, keys[name]) for name, ticket in self._waiting.items() if name in keys)
 
     def _grant(self, gate: ActionGate[asyncio.Future[None]], now_s: float) -> None:
         for ticket in gate.grant(now_s):
@@ -68,7 +77,8 @@ class GatedSlots:
 class ReplaySession:
     """A recorded environment, at the turn that comes next."""
 
-    def __init__(self, recorded: TraceTrajectory, slots: GatedSlots) -> None:
+    def __init__(self, trajectory_id: str, recorded: TraceTrajectory, slots: GatedSlots) -> None:
+        self._trajectory_id = trajectory_id
         self._recorded = recorded
         self._slots = slots
         self._turn = 0
@@ -80,7 +90,7 @@ class ReplaySession:
         self._turn += 1
         timing = NO_ACTION
         if turn.environment_s is not None:
-            queue_s = await self._slots.hold(key, turn.environment_s)
+            queue_s = await self._slots.hold(self._trajectory_id, key, turn.environment_s)
             timing = ActionTiming(STEP, queue_s, turn.environment_s)
         if self._turn < len(turns):
             return StepResult(Observation((length_message("tool", turn.observation_tokens),))), timing
@@ -109,10 +119,15 @@ class ReplayEnvironments:
     ) -> tuple[ReplaySession, Observation, ActionTiming]:
         """Start the recorded environment of a trajectory."""
         recorded = self._plays[trajectory_id]
-        queue_s = await self._start.hold(key, recorded.reset_s) if recorded.reset_s else 0.0
+        queue_s = await self._start.hold(trajectory_id, key, recorded.reset_s) if recorded.reset_s else 0.0
         first: tuple[Message, ...] = (length_message("user", recorded.turns[0].prompt_tokens),)
         timing = ActionTiming(START, queue_s, recorded.reset_s)
-        return ReplaySession(recorded, self._step), Observation(first), timing
+        return ReplaySession(trajectory_id, recorded, self._step), Observation(first), timing
+
+    def rekey(self, keys: Mapping[str, float]) -> None:
+        """New keys for the waiting actions of these trajectories; others are ignored."""
+        self._start.rekey(keys)
+        self._step.rekey(keys)
 
     def statistics(self) -> dict[str, GateStatistics]:
         """The gates as they stand, by slot class."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from makespan.rollout.engine import Limits
+from makespan.rollout.runner import Limits
 from makespan.rollout.replay.trace import TraceTrajectory
 from makespan.rollout.trajectory import Task
 

@@ -14,14 +14,17 @@ from pathlib import Path
 import msgspec
 
 from makespan.rollout.admission import OversampleCut, make_admission
+from makespan.rollout.coordinator import Coordinator
 from makespan.rollout.engine import RolloutEngine
+from makespan.rollout.history import History
+from makespan.rollout.order import make_order
 from makespan.rollout.replay.agent import LengthConversation, TraceAgent
 from makespan.rollout.replay.environments import START, STEP, ReplayEnvironments
-from makespan.rollout.replay.plan import Plays, limits, plan
+from makespan.rollout.replay.plan import ENVIRONMENT, Plays, limits, plan
 from makespan.rollout.replay.trace import Trace, TraceTrajectory
 from makespan.rollout.replicas.simulated import ReplicaHardware, SimulatedReplica
 from makespan.rollout.routing import make_router
-from makespan.rollout.scheduling import RemainingSeconds, action_key
+from makespan.rollout.scheduling import RemainingSeconds, action_policy
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.loop import run_virtual
 from makespan.rollout.telemetry.events import LOG_VERSION, EventLog, LogHeader
@@ -59,6 +62,10 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int | None = None
     routing: str = "sticky-least-inflight"
     scheduling: str = "fifo"
+    order: str = "arrival"
+    """Who is admitted next."""
+    history: str = "none"
+    """What the forecast knows beforehand: `none`, `last-step`, or `prompts` (that, and earlier epochs)."""
     needed: int | None = None
     """Stop the batch when so many trajectories have finished (oversampling)."""
 
@@ -84,15 +91,25 @@ def remaining(plays: Plays, cost: InferenceCost) -> RemainingSeconds:
     return lambda trajectory_id, turn: seconds[trajectory_id][turn]
 
 
-def simulate(trace: Trace, hardware: Hardware, policies: Policies, *, seed: int, log_path: Path | None) -> None:
-    """Run the batch in virtual time and write its event log.
+def simulate(
+    trace: Trace,
+    hardware: Hardware,
+    policies: Policies,
+    *,
+    seed: int,
+    log_path: Path | None,
+    history: History | None = None,
+) -> None:
+    """Run the batch in virtual time and write its event log; `history` is what the job knows beforehand.
 
     Raises `ConfigError` for policies that do not exist, and whatever ends the batch.
     """
-    run_virtual(_simulate(trace, hardware, policies, seed, log_path))
+    run_virtual(_simulate(trace, hardware, policies, seed, log_path, history))
 
 
-async def _simulate(trace: Trace, hardware: Hardware, policies: Policies, seed: int, log_path: Path | None) -> None:
+async def _simulate(
+    trace: Trace, hardware: Hardware, policies: Policies, seed: int, log_path: Path | None, history: History | None
+) -> None:
     loop = asyncio.get_running_loop()
     tasks, plays = plan(trace.trajectories)
     cost = hardware.replica.cost
@@ -100,15 +117,18 @@ async def _simulate(trace: Trace, hardware: Hardware, policies: Policies, seed: 
     slots = {STEP: hardware.slots} | ({} if hardware.start_slots is None else {START: hardware.start_slots})
     environments = ReplayEnvironments(plays, slots)
     knows = remaining(plays, cost) if policies.scheduling == "oracle" else None
+    coordinator = Coordinator(history, slots={ENVIRONMENT: hardware.slots})
+    order = make_order(policies.order, coordinator, policies.concurrency)
     with EventLog(log_path, "engine", loop.time, header=HEADER) as events:
         engine = RolloutEngine(
             replicas=replicas,
             router=make_router(policies.routing, list(replicas), random.Random(seed)),
-            admission=make_admission(policies.admission, policies.concurrency),
+            admission=make_admission(policies.admission, policies.concurrency, order),
             environments=environments,
             agent=TraceAgent(plays),
             conversation=LengthConversation(hardware.max_context_tokens),
-            action_key=action_key(policies.scheduling, knows),
+            coordinator=coordinator,
+            scheduling=action_policy(policies.scheduling, coordinator, knows),
             limits=limits(trace.trajectories),
             events=events,
         )

@@ -69,12 +69,14 @@ def generate_coding(
     chains: int = CHAINS,
     group_size: int = GROUP_SIZE,
     rho: float = RHO,
+    epoch: int = 0,
 ) -> Trace:
-    """A batch of `chains` chains drawn from `source`; the same seed gives the same batch."""
+    """A batch of `chains` chains drawn from `source`; the same seed and epoch give the same batch, the same seed the
+    same prompts."""
     numbers: dict[str, int] = {}
     trajectories = []
     normal = NormalDist()
-    for group, draw in draw_chains(seed, chains, group_size, rho):
+    for group, draw in draw_chains(seed, chains, group_size, rho, epoch):
         number = numbers[group] = numbers.get(group, -1) + 1
         steps = source[min(len(source) - 1, int(normal.cdf(draw.z) * len(source)))]
         turns = session_turns(steps, observation_clip=OBSERVATION_CLIP, first_prompt_tokens=FIRST_PROMPT_TOKENS)

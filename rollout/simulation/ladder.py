@@ -14,9 +14,10 @@ from pathlib import Path
 import msgspec
 
 from makespan.rollout.errors import ConfigError
+from makespan.rollout.history import History
 from makespan.rollout.replay.trace import Trace
 from makespan.rollout.simulation.batch import Hardware, Policies, simulate
-from makespan.rollout.simulation.workload import Workload, reference_concurrency
+from makespan.rollout.simulation.workload import Workload, known_before, reference_concurrency
 from makespan.rollout.telemetry.analysis import BatchAnalysis, analyse
 from makespan.rollout.telemetry.merge import MergedLog, merge
 
@@ -100,18 +101,20 @@ def change_pct(outcomes: Iterable[Outcome], against: Iterable[Outcome]) -> Paire
     return paired([100 * (ours.makespan_s / theirs.makespan_s - 1) for ours, theirs in pairs])
 
 
-def measured(trace: Trace, hardware: Hardware, policies: Policies, seed: int) -> tuple[MergedLog, BatchAnalysis]:
+def measured(
+    trace: Trace, hardware: Hardware, policies: Policies, seed: int, history: History | None = None
+) -> tuple[MergedLog, BatchAnalysis]:
     """Simulate a batch without leaving anything behind; gives its log and what it says."""
     with tempfile.TemporaryDirectory(prefix="makespan-") as directory:
         path = Path(directory) / "engine.jsonl"
-        simulate(trace, hardware, policies, seed=seed, log_path=path)
+        simulate(trace, hardware, policies, seed=seed, log_path=path, history=history)
         log = merge([path])
     return log, analyse(log)
 
 
-def outcome(trace: Trace, hardware: Hardware, policies: Policies, seed: int) -> Outcome:
+def outcome(trace: Trace, hardware: Hardware, policies: Policies, seed: int, history: History | None = None) -> Outcome:
     """One batch in the figures that a comparison needs."""
-    log, analysis = measured(trace, hardware, policies, seed)
+    log, analysis = measured(trace, hardware, policies, seed, history)
     prefilled = analysis.tokens.prompt - (analysis.tokens.cached or 0)
     discarded, kept_length = oversampling(log, trace)
     return Outcome(
@@ -147,7 +150,9 @@ def climb(
     for seed in seeds:
         batch = work.batch(seed)
         for rung in rungs:
-            result = outcome(batch, hardware, rung.policies(batch, hardware), seed)
+            policies = rung.policies(batch, hardware)
+            known = known_before(work, seed, policies.history, hardware.replica.cost)
+            result = outcome(batch, hardware, policies, seed, known)
             outcomes[rung.name].append(result)
             if on_outcome is not None:
                 on_outcome(rung, seed, result)

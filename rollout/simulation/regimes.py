@@ -127,15 +127,18 @@ class Draw(msgspec.Struct, frozen=True):
     """For all that follows, of this chain alone."""
 
 
-def draw_chains(seed: int, chains: int, group_size: int, rho: float) -> list[tuple[str, Draw]]:
-    """(group, draw) of each chain, group by group. A chain's draws depend on its seed, group and number only."""
+def draw_chains(seed: int, chains: int, group_size: int, rho: float, epoch: int = 0) -> list[tuple[str, Draw]]:
+    """(group, draw) of each chain, group by group. A chain's draws depend on its seed, group and number only.
+
+    Another `epoch` has the same prompts and other chains.
+    """
     drawn = []
     for number in range(math.ceil(chains / group_size)):
         group = f"prompt-{number}"
         rng = random.Random(f"{seed}/{group}")
         u, scale, prompt_scale = rng.gauss(), math.exp(0.4 * rng.gauss()), math.exp(0.4 * rng.gauss())
         for sample in range(min(group_size, chains - number * group_size)):
-            own = random.Random(f"{seed}/{group}/{sample}")
+            own = random.Random(f"{seed}/{group}/{sample + epoch * group_size}")
             z = math.sqrt(rho) * u + math.sqrt(1 - rho) * own.gauss()
             drawn.append((group, Draw(z, scale, prompt_scale, own)))
     return drawn
@@ -195,12 +198,19 @@ def _environment_s(regime: Regime, draw: Draw, *, last: bool) -> float | None:
 
 
 def generate(
-    regime: Regime, seed: int, *, chains: int = CHAINS, group_size: int = GROUP_SIZE, rho: float = RHO
+    regime: Regime,
+    seed: int,
+    *,
+    chains: int = CHAINS,
+    group_size: int = GROUP_SIZE,
+    rho: float = RHO,
+    epoch: int = 0,
 ) -> Trace:
-    """A batch of `chains` chains of a synthetic regime; the same seed gives the same batch."""
+    """A batch of `chains` chains of a synthetic regime; the same seed and epoch give the same batch, the same seed the
+    same prompts."""
     numbers: dict[str, int] = {}
     trajectories = []
-    for group, draw in draw_chains(seed, chains, group_size, rho):
+    for group, draw in draw_chains(seed, chains, group_size, rho, epoch):
         number = numbers[group] = numbers.get(group, -1) + 1
         trajectories.append(_chain(regime, group, number, draw))
     source = f"regime {regime.name}, seed {seed}, {chains} chains in groups of {group_size}, correlation {rho}"

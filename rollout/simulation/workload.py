@@ -13,11 +13,13 @@ from pathlib import Path
 import msgspec
 
 from makespan.rollout.errors import ConfigError, nearest
+from makespan.rollout.history import History
 from makespan.rollout.replay.importers import load
 from makespan.rollout.replay.trace import Trace, TraceTrajectory
 from makespan.rollout.simulation.batch import Hardware, alone_s
 from makespan.rollout.simulation.coding import CODING, coding_chains, generate_coding
 from makespan.rollout.simulation.cost import InferenceCost
+from makespan.rollout.simulation.past import history
 from makespan.rollout.simulation.regimes import CHAINS, GROUP_SIZE, MAX_CONTEXT_TOKENS, SYNTHETIC, generate
 
 KNEE_SEEDS = range(10)
@@ -34,6 +36,8 @@ class Workload(msgspec.Struct, frozen=True):
     name: str
     batch: Callable[[int], Trace]
     """The batch of a seed."""
+    again: Callable[[int, int], Trace] | None
+    """The same prompts as the batch of a seed in another epoch; None where a trace is all there is."""
     is_regime: bool
     max_context_tokens: int | None
     """Contexts are cut to so many of their last tokens."""
@@ -62,9 +66,11 @@ def workload(
         raise ConfigError(f"a batch needs at least 1 chain in groups of at least 1, not {chains} and {group_size}")
     if name in SYNTHETIC:
         regime = SYNTHETIC[name]
-        return Workload(
-            name, lambda seed: generate(regime, seed, chains=chains, group_size=group_size), True, MAX_CONTEXT_TOKENS
-        )
+
+        def synthetic(seed: int, epoch: int) -> Trace:
+            return generate(regime, seed, chains=chains, group_size=group_size, epoch=epoch)
+
+        return Workload(name, lambda seed: synthetic(seed, 0), synthetic, True, MAX_CONTEXT_TOKENS)
     if name in CODING:
         coding = CODING[name]
         if sessions is None:
@@ -73,18 +79,37 @@ def workload(
                 "--sessions PATH (its shape is in docs/traces.md)"
             )
         source = coding_chains(coding, sessions)
-        return Workload(
-            name,
-            lambda seed: generate_coding(coding, source, seed, chains=chains, group_size=group_size),
-            True,
-            MAX_CONTEXT_TOKENS,
-        )
+
+        def recorded(seed: int, epoch: int) -> Trace:
+            return generate_coding(coding, source, seed, chains=chains, group_size=group_size, epoch=epoch)
+
+        return Workload(name, lambda seed: recorded(seed, 0), recorded, True, MAX_CONTEXT_TOKENS)
     path = Path(name)
     if not path.exists():
         known = nearest(name, [*SYNTHETIC, *CODING])
         raise ConfigError(f"{name!r} is neither a file nor a regime{known}")
     trace = load(path, format_, skip_bad=skip_bad)
-    return Workload(path.name, lambda seed: shuffled(trace, seed), False, None)
+    return Workload(path.name, lambda seed: shuffled(trace, seed), None, False, None)
+
+
+HISTORIES = ("none", "last-step", "prompts")
+"""What a job may know before a batch, by name."""
+
+LAST_STEP_SEED = 1_000_003
+"""Added to a batch's seed: the batch before it."""
+
+
+def known_before(work: Workload, seed: int, kind: str, cost: InferenceCost) -> History | None:
+    """What the job knows before the batch of this seed. Raises `ConfigError` for an unknown kind, and for more than
+    nothing where the workload is one recorded batch."""
+    if kind not in HISTORIES:
+        raise ConfigError(f"history: unknown kind {kind!r}{nearest(kind, HISTORIES)}")
+    if kind == "none":
+        return None
+    if work.again is None:
+        raise ConfigError(f"history: {work.name} is one recorded batch, and nothing is known of the batch before it")
+    epochs = (work.again(seed, 2), work.again(seed, 1)) if kind == "prompts" else None
+    return history(work.batch(seed + LAST_STEP_SEED), cost, epochs)
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:

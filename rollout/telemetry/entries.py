@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Mapping
+
 import msgspec
 
+from makespan.rollout.coordinator import RERANK_DISPATCHES, Outlook
 from makespan.rollout.environment import ActionTiming
 from makespan.rollout.replicas.base import Completion
 from makespan.rollout.telemetry.events import EventLog
@@ -34,9 +38,19 @@ def inference(
 
 
 def action(
-    events: EventLog, kind: str, trajectory: Trajectory, timing: ActionTiming, start_s: float, turn: int
+    events: EventLog,
+    kind: str,
+    trajectory: Trajectory,
+    timing: ActionTiming,
+    start_s: float,
+    turn: int,
+    key: float,
+    why: Outlook | None = None,
 ) -> None:
-    """The environment was reset (`kind` is `reset`) or an action ran (`act`)."""
+    """The environment was reset (`kind` is `reset`) or an action ran (`act`).
+
+    `key` is what the action was submitted with, and `why` the forecast that it was made from, where there is one.
+    """
     events.emit(
         kind,
         trajectory.trajectory_id,
@@ -46,7 +60,20 @@ def action(
         queue_s=timing.queue_s,
         service_s=timing.service_s,
         outcome="ok",
+        key=key,
+        **({} if why is None else {"why": msgspec.to_builtins(why)}),
     )
+
+
+RANKED = 2 * RERANK_DISPATCHES
+"""How many of a pass's keys are logged. Until the next pass is due only half as many are granted by rank, and half of those
+may have been submitted later; the rest of a long queue would fill the log and explain nothing."""
+
+
+def rekeyed(events: EventLog, keys: Mapping[str, float], why: Callable[[str], Outlook | None]) -> None:
+    """A pass gave the waiting actions new keys: the smallest ones and their reasons."""
+    first = heapq.nsmallest(RANKED, keys, key=keys.__getitem__)
+    events.emit("rekey", waiting=len(keys), first={name: msgspec.to_builtins(why(name)) for name in first})
 
 
 def failed_action(events: EventLog, kind: str, trajectory: Trajectory, outcome: str, start_s: float, turn: int) -> None:

@@ -106,6 +106,11 @@ class EventLog:
             self._write(self._encoder.encode(header or _header(path, role, clock)) + b"\n")
             self.flush()
 
+    @property
+    def writes(self) -> bool:
+        """Whether events are kept: what is costly to find out only for the log need not be found out otherwise."""
+        return self._file is not None
+
     def emit(self, kind: str, trajectory_id: str = "", /, **data: Any) -> None:
         """Append one event, stamped with the log's clock."""
         if self._file is None:

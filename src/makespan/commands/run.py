@@ -24,19 +24,24 @@ from makespan.commands.output import check_output, write_json
 from makespan.commands.tasks import Scripts, load_tasks
 from makespan.envs.client import EnvClient
 from makespan.envs.server import ServerConfig
+from makespan.envs.slots import step_class
 from makespan.envs.spawn import spawn_server
 from makespan.envs.worker import EnvironmentConfig as HostedEnvironment
 from makespan.rollout.admission import make_admission
 from makespan.rollout.agent import Agent, ModelAgent, ScriptAgent
 from makespan.rollout.config import RunConfig, to_yaml
 from makespan.rollout.conversation import Conversation, Tokenizer
-from makespan.rollout.engine import Limits, RolloutEngine
+from makespan.rollout.coordinator import Coordinator
+from makespan.rollout.engine import RolloutEngine
 from makespan.rollout.environment import EnvironmentFailure
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.replicas.vllm import VllmReplica, divide_cores, start_replicas, visible_gpus
 from makespan.rollout.replicas.wire import HostConfig
+from makespan.rollout.history import History, read_history, write_history
+from makespan.rollout.order import make_order
 from makespan.rollout.routing import make_router
-from makespan.rollout.scheduling import action_key
+from makespan.rollout.runner import Limits
+from makespan.rollout.scheduling import action_policy
 from makespan.rollout.telemetry.analysis import analyse
 from makespan.rollout.telemetry.atif import write_trajectories
 from makespan.rollout.telemetry.events import EventLog
@@ -77,6 +82,7 @@ class _Run:
         self._engine: RolloutEngine | None = None
         self._signal: signal.Signals | None = None
         self._results: list[TrajectoryResult] = []
+        self._history = History() if config.history is None else read_history(Path(config.history))
         self._setup_s: float | None = None
 
     async def execute(self) -> int:
@@ -125,14 +131,20 @@ class _Run:
         )
         with events:
             async with _parts(config, model, self._directory) as (replicas, client):
+                coordinator = Coordinator(
+                    self._history,
+                    slots={config.environment.name: client.info.slots[step_class(config.environment.name)]},
+                )
+                order = make_order(config.admission.order, coordinator, config.admission.concurrency)
                 engine = RolloutEngine(
                     replicas=replicas,
                     router=make_router(config.routing.policy, list(replicas), random.Random(config.seed)),
-                    admission=make_admission(config.admission.policy, config.admission.concurrency),
+                    admission=make_admission(config.admission.policy, config.admission.concurrency, order),
                     environments=client,
                     agent=_agent(config, conversation, scripts),
                     conversation=conversation,
-                    action_key=action_key(config.scheduling.policy),
+                    coordinator=coordinator,
+                    scheduling=action_policy(config.scheduling.policy, coordinator),
                     limits=Limits(
                         max_turns=config.limits.max_turns,
                         max_context_tokens=config.replicas.max_model_len,
@@ -149,6 +161,8 @@ class _Run:
                 self._engine = engine
                 async with progress(console, engine, lambda: _slots_in_use(client)):
                     await engine.run(tasks, samples_per_task=config.samples_per_task, on_end=self._results.append)
+                if config.history is not None:
+                    write_history(Path(config.history), coordinator.history)
 
     def _write(self, total: int, model: str) -> Summary | None:
         """Write what was observed; None when the batch never began."""
@@ -190,7 +204,8 @@ def prepare(config: RunConfig) -> tuple[list[Task], Scripts, Path, Conversation]
     """Everything that can be found wrong before anything is started. Raises `ConfigError`."""
     make_router(config.routing.policy, ["replica-0"], random.Random(0))
     make_admission(config.admission.policy, config.admission.concurrency)
-    action_key(config.scheduling.policy)
+    make_order(config.admission.order, Coordinator(), None)
+    action_policy(config.scheduling.policy, Coordinator())
     tasks, scripts = load_tasks(config)
     from makespan.integrations.models import resolve
 

@@ -1,0 +1,128 @@
+"""Who starts next, among the trajectories that wait for admission.
+
+`ArrivalOrder` is the baseline. `ForecastOrder` goes by what the coordinator expects. Without a memory of these prompts it
+goes breadth first: the first chains of every group, one group after the other, because a group's first finished chain
+tells most about its siblings; after that it takes the group that is expected to take longest. With a memory that
+predicts, the longest goes first from the start; but where everything fits at once nothing is gained by that, and
+breadth first decides in which order the first actions arrive.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+from makespan.rollout.coordinator import Coordinator
+from makespan.rollout.errors import ConfigError, nearest
+
+BREADTH = 2
+"""At least so many chains of every group start before any group goes first."""
+
+
+class AdmissionOrder(Protocol):
+    """The trajectories that wait, in the order in which they are to start."""
+
+    def submit(self, trajectory_id: str) -> None: ...
+
+    def withdraw(self, trajectory_id: str) -> None:
+        """It does not wait any more; nothing happens if it did not."""
+        ...
+
+    def next(self) -> str:
+        """The one to start now; it waits no longer. Raises `IndexError` when nobody waits."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class ArrivalOrder:
+    """First come, first served."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, None] = OrderedDict()
+
+    def submit(self, trajectory_id: str) -> None:
+        self._waiting[trajectory_id] = None
+
+    def withdraw(self, trajectory_id: str) -> None:
+        self._waiting.pop(trajectory_id, None)
+
+    def next(self) -> str:
+        if not self._waiting:
+            raise IndexError("nobody waits")
+        return self._waiting.popitem(last=False)[0]
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class ForecastOrder:
+    """By the coordinator's forecast.
+
+    Args:
+        coordinator: knows the group of every trajectory that is submitted.
+        concurrency: how many run at once; None: all.
+    """
+
+    def __init__(self, coordinator: Coordinator, concurrency: int | None) -> None:
+        self._coordinator = coordinator
+        self._concurrency = concurrency
+        self._group_of: dict[str, str] = {}
+        self._waiting: dict[str, OrderedDict[str, None]] = {}
+        self._started: dict[str, int] = {}
+
+    def submit(self, trajectory_id: str) -> None:
+        if not self._group_of:
+            self._started.clear()  # another batch
+        group = self._coordinator.group_of(trajectory_id)
+        self._group_of[trajectory_id] = group
+        self._waiting.setdefault(group, OrderedDict())[trajectory_id] = None
+        self._started.setdefault(group, 0)
+
+    def withdraw(self, trajectory_id: str) -> None:
+        group = self._group_of.pop(trajectory_id, None)
+        if group is not None:
+            self._leave(group, trajectory_id)
+
+    def next(self) -> str:
+        if not self._waiting:
+            raise IndexError("nobody waits")
+        group = self._next_group()
+        trajectory_id = next(iter(self._waiting[group]))
+        del self._group_of[trajectory_id]
+        self._started[group] += 1
+        self._leave(group, trajectory_id)
+        return trajectory_id
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def _next_group(self) -> str:
+        fits = self._concurrency is None or len(self) + sum(self._started.values()) <= self._concurrency
+        groups = list(self._waiting)
+        if fits:
+            return min(groups, key=self._started.__getitem__)
+        if not self._coordinator.predicts():
+            breadth = max(BREADTH, (self._concurrency or 0) // max(1, len(self._started)))
+            group = min(groups, key=self._started.__getitem__)
+            if self._started[group] < breadth:
+                return group
+        expected_s = self._coordinator.expected_s(groups)
+        return groups[max(range(len(groups)), key=expected_s.__getitem__)]
+
+    def _leave(self, group: str, trajectory_id: str) -> None:
+        waiting = self._waiting[group]
+        del waiting[trajectory_id]
+        if not waiting:
+            del self._waiting[group]
+
+
+ORDERS = ("arrival", "forecast")
+"""Orders of admission by the name that a configuration uses."""
+
+
+def make_order(name: str, coordinator: Coordinator, concurrency: int | None) -> AdmissionOrder:
+    """The order of this name. Raises `ConfigError` for an unknown one."""
+    if name not in ORDERS:
+        raise ConfigError(f"admission.order: unknown order {name!r}{nearest(name, ORDERS)}")
+    return ForecastOrder(coordinator, concurrency) if name == "forecast" else ArrivalOrder()
