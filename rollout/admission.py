@@ -34,7 +34,13 @@ class AdmissionPolicy(Protocol):
     def submit(self, trajectory_id: str) -> None: ...
 
     def start(self) -> list[str]:
-        """The trajectories that may start now, in the order in which they start; they count as admitted from here."""
+        """The trajectories that may start or go on now, in the order in which they do; they count as admitted from
+        here."""
+        ...
+
+    def reach(self, trajectory_id: str, context_tokens: int) -> bool:
+        """An admitted trajectory is about to ask for an inference with so much context: whether it may. If not it
+        waits until `start` names it."""
         ...
 
     def finish(self, trajectory_id: str) -> None:
@@ -65,6 +71,9 @@ class FixedConcurrency:
             started.append(trajectory_id)
         return started
 
+    def reach(self, trajectory_id: str, context_tokens: int) -> bool:
+        return True
+
     def finish(self, trajectory_id: str) -> None:
         self._admitted.discard(trajectory_id)
         self._waiting.withdraw(trajectory_id)
@@ -94,6 +103,18 @@ class Admission:
             yield
         finally:
             self.withdraw(trajectory_id)
+
+    async def resume(self, trajectory_id: str, context_tokens: int) -> float:
+        """Before each inference: wait while the trajectory is parked. Gives the seconds that it was."""
+        if self._policy.reach(trajectory_id, context_tokens):
+            self._grant()
+            return 0.0
+        loop = asyncio.get_running_loop()
+        parked_s = loop.time()
+        self._tickets[trajectory_id] = loop.create_future()
+        self._grant()
+        await self._tickets[trajectory_id]
+        return loop.time() - parked_s
 
     def enqueue(self, trajectory_ids: Iterable[str]) -> None:
         """Let trajectories wait before they ask with `admit`: all of a batch are known before the first one starts.

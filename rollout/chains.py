@@ -1,6 +1,7 @@
 """The chains of a batch as arrays: an entry a trajectory, so that a forecast sweeps over all of them at once.
 
-`ChainTable` is a table with growing columns and nothing more: what the numbers mean for scheduling is the coordinator's.
+`ChainTable` is a table with growing columns and nothing more: what the numbers mean for scheduling is the
+coordinator's.
 """
 
 from __future__ import annotations

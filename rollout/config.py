@@ -112,6 +112,22 @@ class LimitsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     outside of the environment is not undone."""
 
 
+class WandbConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    project: str = "makespan"
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """Null: what `WANDB_MODE` says, else online."""
+
+
+class TrackingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    report: bool = True
+    """Leave `report.html` in the run's directory; written when the batch is over."""
+    wandb: WandbConfig | None = None
+    """Null: no W&B. Needs the package `wandb`; a W&B that fails costs its figures and nothing else."""
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None = None
+    """Where the engine's figures for Prometheus are served while the batch runs; 0 chooses a free port."""
+    metrics_host: str = "127.0.0.1"
+
+
 class RunConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that `makespan run` can be told."""
 
@@ -124,7 +140,7 @@ class RunConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     samples_per_task: Count = 1
     """Trajectories of each task; they form a group."""
     history: str | None = None
-    """A file with what earlier runs of this job taught (lengths, costs, prompts); it is read first and replaced at the end.
+    """A file with what earlier runs of this job taught (lengths, costs, prompts): read first, replaced at the end.
     Null: nothing is known beforehand."""
     actions: Literal["model", "script"] = "model"
     """`script`: the benchmark's own solution is played with real inference of the same length."""
@@ -136,6 +152,7 @@ class RunConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     routing: RoutingConfig = RoutingConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
     limits: LimitsConfig = LimitsConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

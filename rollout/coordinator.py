@@ -1,9 +1,9 @@
 """`Coordinator`: the one place that knows the whole batch.
 
-It is told what happens to every trajectory (`join`, `started`, `inferred`, `acted`, `end`), keeps the few numbers that a
-forecast needs, and answers: with the key of an action (`key`), with new keys for all that wait (`rekeys`), with who
-should start next (`order.py`). It owns no task, socket or clock. In a run it lives in the engine's process; under verl
-in an actor of its own, which all agent-loop workers report to.
+It is told what happens to every trajectory (`join`, `started`, `inferred`, `acted`, `end`), keeps the few numbers that
+a forecast needs, and answers: with the key of an action (`key`), with new keys for all that wait (`rekeys`), with what
+a new chain is expected to take (`expected_s`, for `order.py`). It owns no task, socket or clock. In a run it lives in
+the engine's process; under verl in an actor of its own, which all agent-loop workers report to.
 
 **The `caas` key.** A chain that has made `k` steps, with `c` seconds a step, is expected to outlast a share `g` of the
 *horizon* `h` by
@@ -11,12 +11,12 @@ in an actor of its own, which all agent-loop workers report to.
     tardiness = c E[(X - k - g h / c)+ | X > k],        h = unfinished chains' expected actions x mean action / slots
 
 where `h` is how long the slots still have work for (the slowest class), and `g` says how early a chain counts as a
-threat. The most tardy goes first (its key is the smallest); chains that threaten nothing have a key of 0 and keep their
-order of arrival. A token budget ends chains, too: `X` is cut where the context will have grown to the limit.
+threat. The most tardy goes first (its key is the smallest); the keys of chains that threaten nothing are next to 0. A
+token budget ends chains, too: `X` is cut where the context will have grown to the limit.
 
 **A pass** renews the forecast and the keys of all that wait in one vectorised sweep. It is due after
-`rerank_dispatches` actions or the end of a chain, and not sooner than `rerank_interval_s` after the last one. Keys stand
-until the next pass, and for ever if the coordinator falls silent.
+`rerank_dispatches` actions or the end of a chain, and not sooner than `rerank_interval_s` after the last one. Keys
+stand until the next pass, and for ever if the coordinator falls silent.
 """
 
 from __future__ import annotations
@@ -229,13 +229,10 @@ class Coordinator:
     # The forecast
 
     def _renew(self) -> None:
-        self._records = [
-            (number, self.history.prompts[group])
-            for group, number in (
-                self._chains.groups.items() if self._prompt_history and self.history.predicts() else ()
-            )
-            if group in self.history.prompts
-        ]
+        trusted = self._prompt_history and self.history.predicts()
+        groups = self._chains.groups.items() if trusted else ()
+        prompts = self.history.prompts
+        self._records = [(number, prompts[group]) for group, number in groups if group in prompts]
         self._renew_costs()
         self._renew_lengths()
         self._horizon_s = self._horizon()

@@ -81,6 +81,7 @@ class RolloutEngine:
         self._runner = TrajectoryRunner(
             replicas=replicas,
             router=router,
+            admission=admission,
             environments=environments,
             agent=agent,
             conversation=conversation,

@@ -6,10 +6,10 @@ function of `X` for each group of siblings, and three numbers that follow from i
     S(k) = P(X > k)        B(k) = E[(X - k)+]        B(k) / S(k) = the mean residual life, in steps
 
 It is made in two moves. *All chains*: the Kaplan-Meier estimate over earlier steps and the chains of this batch, where
-one that still runs is censored at `k` and a turn cap takes all the mass beyond it (E. Kaplan, P. Meier, JASA 53:457-481,
-1958). *One group*: log lengths of siblings are correlated, so a Gaussian posterior on the group's mean log length
-reweights that function. A finished sibling counts as one observation, one that still runs as `F(k)` of one with the
-value `log(k + mean residual life)`.
+one that still runs is censored at `k` and a turn cap takes all the mass beyond it (E. Kaplan and P. Meier, J. Am. Stat.
+Assoc. 53:457-481, 1958). *One group*: log lengths of siblings are correlated, so a Gaussian posterior on the group's
+mean log length reweights that function. A finished sibling counts as one observation, one that still runs as `F(k)` of
+one with the value `log(k + mean residual life)`.
 
 Everything here is a pure function of arrays. Lengths are whole steps, `1 <= X <= support`; row `g` of a table belongs
 to group `g`; column `k` to a chain that has made `k` steps.
@@ -47,7 +47,7 @@ class GroupModel(msgspec.Struct, frozen=True):
 
 
 def prior_mass(support: int) -> Floats:
-    """The cold start's mass function over lengths 1 … `support`, shape (support,); the tail beyond is its last entry."""
+    """The cold start's mass function over lengths 1 … `support`, shape (support,); the last entry has the tail."""
     edges = np.log(np.arange(1, support) + 0.5)
     scaled = (edges - math.log(PRIOR_MEDIAN_TURNS)) / PRIOR_DEVIATION
     below = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in scaled])
@@ -101,9 +101,9 @@ def reweighted(mass: Floats, model: GroupModel, weight: Floats, total: Floats) -
     spread = (1.0 - r) * variance + r * (1.0 - r) * variance / shrink
     logs = np.log(np.arange(1, len(mass) + 1))
     exponent = -0.5 * (logs - mean[:, None]) ** 2 / spread[:, None] + 0.5 * (logs - model.mean) ** 2 / variance
-    # The largest exponent that meets any mass: without it a far group's row would underflow to nothing.
-    exponent -= np.where(mass > 0, exponent, -np.inf).max(axis=1, keepdims=True)
-    rows = mass * np.exp(exponent)
+    # Only lengths with mass count, and the largest exponent becomes 0: a far row neither overflows nor vanishes.
+    exponent = np.where(mass > 0, exponent, -np.inf)
+    rows = mass * np.exp(exponent - exponent.max(axis=1, keepdims=True))
     scaled: Floats = rows / rows.sum(axis=1, keepdims=True)
     return scaled
 
@@ -124,7 +124,7 @@ class Tails:
         self.excess[:, :support] = np.cumsum(self.survival[:, support - 1 :: -1], axis=1)[:, ::-1]
 
     def remaining(self, row: Ints, k: Ints) -> Floats:
-        """Mean residual life in steps of chains that have made `k` steps: E[X - k | X > k]. One step beyond the support."""
+        """Mean residual life in steps of chains that have made `k`: E[X - k | X > k]; one step beyond the support."""
         k = np.minimum(k, self.support)
         survival = self.survival[row, k]
         steps: Floats = np.where(survival > NEVER, self.excess[row, k] / np.maximum(survival, NEVER), 1.0)

@@ -1,10 +1,10 @@
 """What earlier steps taught: lengths, costs, and what each prompt's chains were like.
 
-A training run repeats nearly the same work step after step, so the last step says how long chains are. What it says ages:
-each step's lengths count for `STEP_DECAY` of the next one's, and a step whose weight has fallen under 5% is dropped, so
-a policy that learns to be brief is believed within a step or two. Prompts come back once an epoch; their record counts
-as at most `PROMPT_SIBLINGS` siblings, the newer the more, and it is used only where last time it ranked the prompts
-right (`prompt_correlation`).
+A training run repeats nearly the same work step after step, so the last step says how long chains are. What it says
+ages: each step's lengths count for `STEP_DECAY` of the next one's, and a step whose weight has fallen under 5% is
+dropped, so a policy that learns to be brief is believed within a step or two. Prompts come back once an epoch; their
+record counts as at most `PROMPT_SIBLINGS` siblings, the newer the more, and it is used only where last time it ranked
+the prompts right (`prompt_correlation`).
 
 `History` is one JSON document. It is written to a new file that replaces the old one, so a kill leaves one or the
 other.

@@ -1,8 +1,8 @@
 """Who starts next, among the trajectories that wait for admission.
 
-`ArrivalOrder` is the baseline. `ForecastOrder` goes by what the coordinator expects. Without a memory of these prompts it
-goes breadth first: the first chains of every group, one group after the other, because a group's first finished chain
-tells most about its siblings; after that it takes the group that is expected to take longest. With a memory that
+`ArrivalOrder` is the baseline. `ForecastOrder` goes by what the coordinator expects. Without a memory of these prompts
+it goes breadth first: the first chains of every group, one group after the other, because a group's first finished
+chain tells most about its siblings; after that it takes the group that is expected to take longest. With a memory that
 predicts, the longest goes first from the start; but where everything fits at once nothing is gained by that, and
 breadth first decides in which order the first actions arrive.
 """

@@ -25,6 +25,19 @@ class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     """Length of the prompt of this turn."""
     group: str = ""
+    now_s: float = 0.0
+    """The caller's steady clock."""
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a turn that was routed."""
+
+    context_tokens: int
+    """Length of the prompt and of what was generated."""
+    cached_tokens: int | None
+    """Prompt tokens that the replica did not have to compute."""
+    seconds: float
+    """From the decision to the completion."""
 
 
 class Router(Protocol):
@@ -37,8 +50,9 @@ class Router(Protocol):
         """
         ...
 
-    def release(self, replica_id: str) -> None:
-        """One turn that was routed to this replica is over (served, failed or cancelled)."""
+    def release(self, replica_id: str, trajectory_id: str = "", served: Served | None = None) -> None:
+        """A turn that was routed to this replica is over: `served`, or None where it failed, was cancelled, or nobody
+        says what became of it."""
         ...
 
     def finish(self, trajectory_id: str) -> None:
@@ -91,7 +105,7 @@ class StickyLeastInflight:
         least = min(self._in_flight.values())
         return self._rng.choice([replica for replica, count in self._in_flight.items() if count == least])
 
-    def release(self, replica_id: str) -> None:
+    def release(self, replica_id: str, trajectory_id: str = "", served: Served | None = None) -> None:
         if self._in_flight.get(replica_id, 0) > 0:
             self._in_flight[replica_id] -= 1
 

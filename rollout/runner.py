@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from makespan.rollout.admission import Admission
 from makespan.rollout.agent import Agent, Reply
 from makespan.rollout.conversation import ContextBuilder
 from makespan.rollout.coordinator import Coordinator
@@ -26,7 +27,7 @@ from makespan.rollout.environment import (
 )
 from makespan.rollout.errors import ReplicaFailure
 from makespan.rollout.replicas.base import Completion, Replica, Request, Sampling
-from makespan.rollout.routing import Router, RouteRequest
+from makespan.rollout.routing import Router, RouteRequest, Served
 from makespan.rollout.scheduling import ActionPolicy
 from makespan.rollout.telemetry import entries
 from makespan.rollout.telemetry.events import EventLog
@@ -70,6 +71,7 @@ class TrajectoryRunner:
         *,
         replicas: Mapping[str, Replica],
         router: Router,
+        admission: Admission,
         environments: EnvironmentBackend,
         agent: Agent,
         conversation: ContextBuilder,
@@ -79,6 +81,7 @@ class TrajectoryRunner:
         events: EventLog,
     ) -> None:
         self._replicas = replicas
+        self._admission = admission
         self._router = router
         self._environments = environments
         self._agent = agent
@@ -153,6 +156,7 @@ class TrajectoryRunner:
             trajectory.end(TrajectoryState.TRUNCATED, Failure("context", message))
             return
         prompt_tokens = len(trajectory.context_ids)
+        await self._admission.resume(trajectory.trajectory_id, prompt_tokens)
         replica_id, completion = await self._generate(trajectory, turn, sampling)
         reply = self._agent.reply(trajectory, completion)
         _count_computed(trajectory, completion, reply)
@@ -184,14 +188,17 @@ class TrajectoryRunner:
 
     async def _generate(self, trajectory: Trajectory, turn: int, sampling: Sampling) -> tuple[str, Completion]:
         """One inference; a replica that died is removed and another one is asked."""
-        route = RouteRequest(
-            trajectory_id=trajectory.trajectory_id,
-            turn=turn,
-            context_tokens=len(trajectory.context_ids),
-            group=trajectory.group,
-        )
         attempt = 0
         while True:
+            start_s = asyncio.get_running_loop().time()
+            route = RouteRequest(
+                trajectory_id=trajectory.trajectory_id,
+                turn=turn,
+                context_tokens=len(trajectory.context_ids),
+                group=trajectory.group,
+                now_s=start_s,
+            )
+            served: Served | None = None
             replica_id = self._router.route(route)
             request = Request(
                 request_id=f"{trajectory.trajectory_id}/{trajectory.restarts}/{turn}/{attempt}",
@@ -200,9 +207,13 @@ class TrajectoryRunner:
                 prompt_ids=trajectory.context_ids,
                 sampling=sampling,
             )
-            start_s = asyncio.get_running_loop().time()
             try:
                 completion = await self._replicas[replica_id].generate(request)
+                served = Served(
+                    context_tokens=len(trajectory.context_ids) + len(completion.token_ids),
+                    cached_tokens=completion.cached_tokens,
+                    seconds=asyncio.get_running_loop().time() - start_s,
+                )
             except ReplicaFailure as failure:
                 if not failure.retryable:
                     raise
@@ -213,7 +224,7 @@ class TrajectoryRunner:
                 attempt += 1
                 continue
             finally:
-                self._router.release(replica_id)
+                self._router.release(replica_id, trajectory.trajectory_id, served)
             entries.inference(self._events, trajectory, turn, replica_id, completion, start_s)
             self._coordinator.inferred(
                 trajectory.trajectory_id,

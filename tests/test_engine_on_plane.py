@@ -18,9 +18,11 @@ from makespan.envs.spawn import spawn_server
 from makespan.rollout.admission import make_admission
 from makespan.rollout.agent import ModelAgent
 from makespan.rollout.conversation import Conversation
-from makespan.rollout.engine import Limits, RolloutEngine
+from makespan.rollout.coordinator import Coordinator
+from makespan.rollout.engine import RolloutEngine
 from makespan.rollout.routing import StickyLeastInflight
-from makespan.rollout.scheduling import fifo
+from makespan.rollout.runner import Limits
+from makespan.rollout.scheduling import action_policy
 from makespan.rollout.telemetry.events import EventLog
 from makespan.rollout.telemetry.merge import read_log
 from makespan.rollout.trajectory import Task, TrajectoryResult
@@ -59,7 +61,8 @@ async def batch(tmp_path: Path, restarts: int, victim: str) -> list[TrajectoryRe
                 environments=client,
                 agent=ModelAgent(conversation, max_tokens=8, temperature=0.0, top_p=1.0, seed=0),
                 conversation=conversation,
-                action_key=fifo,
+                coordinator=Coordinator(),
+                scheduling=action_policy("fifo", Coordinator()),
                 limits=Limits(max_turns=50, max_context_tokens=10_000, trajectory_timeout_s=120.0, restarts=restarts),
                 events=events,
             )

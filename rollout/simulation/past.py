@@ -1,7 +1,7 @@
 """What a job knows before a simulated batch: its last step, and perhaps earlier epochs of the same prompts.
 
-A step's history is what the coordinator would have kept of it, with the times that its chains take alone: waiting, which
-differs between policies, is left out, so that every policy begins with the same knowledge.
+A step's history is what the coordinator would have kept of it, with the times that its chains take alone: waiting,
+which differs between policies, is left out, so that every policy begins with the same knowledge.
 """
 
 from __future__ import annotations

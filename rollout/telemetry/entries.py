@@ -66,8 +66,8 @@ def action(
 
 
 RANKED = 2 * RERANK_DISPATCHES
-"""How many of a pass's keys are logged. Until the next pass is due only half as many are granted by rank, and half of those
-may have been submitted later; the rest of a long queue would fill the log and explain nothing."""
+"""How many of a pass's keys are logged: until the next pass is due only half as many are granted by rank, and the rest
+of a long queue would fill the log and explain nothing."""
 
 
 def rekeyed(events: EventLog, keys: Mapping[str, float], why: Callable[[str], Outlook | None]) -> None:

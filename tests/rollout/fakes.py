@@ -5,7 +5,7 @@ engine's own behaviour do not need; tests with the real ones are in `test_vllm.p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from makespan.rollout.environment import (
     Action,
@@ -137,6 +137,9 @@ class PlannedEnvironments:
         self.actions: dict[str, list[str]] = {}
         self.progress: list[Progress] = []
         self.acting = 0
+
+    def rekey(self, keys: Mapping[str, float]) -> None:
+        """Nothing waits here: there are no slots."""
 
     async def open(
         self, trajectory_id: str, task: Task, *, key: float, progress: Progress

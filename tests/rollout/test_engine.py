@@ -11,12 +11,14 @@ import pytest
 from makespan.rollout.admission import make_admission
 from makespan.rollout.agent import ModelAgent, ScriptAgent
 from makespan.rollout.conversation import Conversation
-from makespan.rollout.engine import Limits, RolloutEngine
+from makespan.rollout.coordinator import Coordinator
+from makespan.rollout.engine import RolloutEngine
 from makespan.rollout.environment import EnvironmentFailure
 from makespan.rollout.errors import ReplicaFailure, TransitionError
 from makespan.rollout.replicas.base import Request
 from makespan.rollout.routing import StickyLeastInflight
-from makespan.rollout.scheduling import fifo
+from makespan.rollout.runner import Limits
+from makespan.rollout.scheduling import action_policy
 from makespan.rollout.telemetry.events import Event, EventLog
 from makespan.rollout.telemetry.merge import read_log
 from makespan.rollout.trajectory import Task, Trajectory, TrajectoryState
@@ -66,7 +68,8 @@ class Rig:
             environments=self.environments,
             agent=agent,
             conversation=self.conversation,
-            action_key=fifo,
+            coordinator=Coordinator(),
+            scheduling=action_policy("fifo", Coordinator()),
             limits=self._limits,
             events=self.events,
         )

@@ -1,13 +1,14 @@
 import pytest
 
+from makespan.rollout.coordinator import Coordinator
 from makespan.rollout.errors import ConfigError
-from makespan.rollout.scheduling import action_key
+from makespan.rollout.scheduling import action_policy
 from makespan.rollout.trajectory import Progress
 
 
 def order(name, turns, **knows):
     """Trajectory ids in the order in which the gate would serve them."""
-    key = action_key(name, **knows)
+    key = action_policy(name, Coordinator(), **knows).key
     return sorted(turns, key=lambda trajectory_id: key(trajectory_id, Progress(turns=turns[trajectory_id])))
 
 
@@ -28,9 +29,9 @@ def test_the_oracle_serves_what_takes_longest_from_its_present_turn_on():
 
 def test_the_oracle_needs_a_trace():
     with pytest.raises(ConfigError, match="trace"):
-        action_key("oracle")
+        action_policy("oracle", Coordinator())
 
 
 def test_an_unknown_policy_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match="did you mean 'least-progress'"):
-        action_key("leastprogress")
+        action_policy("leastprogress", Coordinator())

@@ -202,7 +202,7 @@ def waits(servers: int, arrivals: int, rate: float, service, seed: int) -> float
         waited: list[float] = []
 
         async def customer(service_s: float) -> None:
-            waited.append(await slots.hold(0.0, service_s))
+            waited.append(await slots.hold("", 0.0, service_s))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(arrivals):
@@ -243,9 +243,9 @@ def test_one_slot_with_general_service_waits_as_pollaczek_and_khinchine_say():
 def test_a_cancelled_wait_gives_its_place_up():
     async def main() -> tuple[int, int]:
         slots = GatedSlots(1)
-        holder = asyncio.create_task(slots.hold(0.0, 10.0))
+        holder = asyncio.create_task(slots.hold("", 0.0, 10.0))
         await asyncio.sleep(1)
-        waiting = asyncio.create_task(slots.hold(0.0, 10.0))
+        waiting = asyncio.create_task(slots.hold("", 0.0, 10.0))
         await asyncio.sleep(1)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

@@ -1,0 +1,92 @@
+import pytest
+
+from makespan.rollout.coordinator import Coordinator
+from makespan.rollout.errors import ConfigError
+from makespan.rollout.history import ChainRecord, History
+from makespan.rollout.order import ForecastOrder, make_order
+
+
+def batch(history=None, groups=3, samples=4):
+    coordinator = Coordinator(history, slots={"env": 2})
+    coordinator.begin()
+    ids = [(f"{group}#{sample}", group) for group in "abcdefgh"[:groups] for sample in range(samples)]
+    for trajectory_id, group in ids:
+        coordinator.join(trajectory_id, group, "env")
+    return coordinator, [trajectory_id for trajectory_id, _ in ids]
+
+
+def all_of(order, ids):
+    for trajectory_id in ids:
+        order.submit(trajectory_id)
+    return [order.next() for _ in range(len(order))]
+
+
+def taught(lengths):
+    history = History()
+    for _ in range(2):
+        history.learn(ChainRecord(name, length, length, length, 10) for name, length in lengths.items())
+    return history
+
+
+LENGTHS = {"a": 3, "b": 9, "c": 30} | {f"other-{n}": n + 1 for n in range(8)}
+
+
+def test_arrival_is_first_come_first_served():
+    coordinator, ids = batch()
+    assert all_of(make_order("arrival", coordinator, 2), ids) == ids
+
+
+def test_without_memory_the_first_two_of_every_group_start_first_and_then_who_takes_longest():
+    coordinator, ids = batch()
+    order = ForecastOrder(coordinator, concurrency=3)
+    for trajectory_id in ids:
+        order.submit(trajectory_id)
+    assert [order.next() for _ in range(6)] == ["a#0", "b#0", "c#0", "a#1", "b#1", "c#1"]
+    coordinator.started("b#0")
+    for turn in range(40):  # b's first chain runs and runs, a's and c's end at once
+        coordinator.inferred("b#0", 1.0, 100 + turn)
+        coordinator.acted("b#0", 1.0)
+    for chain in ("a#0", "c#0"):
+        coordinator.started(chain)
+        coordinator.inferred(chain, 1.0, 100)
+        coordinator.acted(chain, 1.0)
+        coordinator.end(chain, counts=True)
+    coordinator.rekeys(1.0)
+    assert [order.next(), order.next()] == ["b#2", "b#3"]
+
+
+def test_with_a_memory_that_predicts_the_longest_start_first():
+    coordinator, ids = batch(taught(LENGTHS))
+    assert [name[0] for name in all_of(ForecastOrder(coordinator, concurrency=3), ids)] == [*"cccc", *"bbbb", *"aaaa"]
+
+
+def test_where_everything_fits_groups_take_turns_whatever_is_known():
+    coordinator, ids = batch(taught(LENGTHS))
+    for concurrency in (None, 12):
+        started = all_of(ForecastOrder(coordinator, concurrency), ids)
+        assert [name[0] for name in started] == [*"abc"] * 4
+
+
+def test_who_is_withdrawn_is_never_started():
+    coordinator, ids = batch()
+    for order in (ForecastOrder(coordinator, 3), make_order("arrival", coordinator, 3)):
+        for trajectory_id in ids:
+            order.submit(trajectory_id)
+        order.withdraw("b#1")
+        order.withdraw("never seen")
+        assert len(order) == len(ids) - 1
+        assert "b#1" not in [order.next() for _ in range(len(order))]
+        with pytest.raises(IndexError):
+            order.next()
+
+
+def test_a_second_batch_starts_breadth_first_again():
+    coordinator, ids = batch()
+    order = ForecastOrder(coordinator, concurrency=3)
+    first = all_of(order, ids)
+    assert all_of(order, ids) == first
+
+
+def test_an_unknown_order_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match="did you mean 'forecast'"):
+        make_order("forcast", Coordinator(), None)
