@@ -2,7 +2,8 @@
 
 Environment `swe` has the classes `swe.start` (resets) and `swe.step` (actions). The broker's event log gets one
 `action` event when an action leaves its gate, with the three times that everything else is computed from:
-`submitted_s`, `granted_s` (null when it never ran) and `released_s`, all on the broker's clock.
+`submitted_s`, `granted_s` (null when it never ran) and `released_s`, all on the broker's clock; and with the key that
+it was granted by, or that it was granted by its age.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from makespan.envs.protocol import SlotStatus
 from makespan.envs.records import ActionRecord
 from makespan.rollout.errors import ConfigError, nearest
-from makespan.rollout.gate import ActionGate, RateLimit
+from makespan.rollout.gate import ActionGate, Grant, RateLimit
 from makespan.rollout.telemetry.events import EventLog
 
 MANY = 16
@@ -110,8 +111,9 @@ class SlotClasses:
 
     def release(self, action: ActionRecord) -> None:
         """The action is over: free its slot."""
+        grant = self._gates[action.slot_class].granted_as(action)
         self._gates[action.slot_class].release(action)
-        self._log(action)
+        self._log(action, grant)
 
     def is_full(self, bound: int) -> bool:
         """Whether `bound` actions wait over all classes."""
@@ -145,7 +147,7 @@ class SlotClasses:
             )
         return report
 
-    def _log(self, action: ActionRecord) -> None:
+    def _log(self, action: ActionRecord, grant: Grant | None = None) -> None:
         session = action.session
         self._event_log.emit(
             "action",
@@ -159,4 +161,5 @@ class SlotClasses:
             submitted_s=action.submitted_s,
             granted_s=action.granted_s,
             released_s=self._clock(),
+            **({} if grant is None else {"key": grant.key, "by_age": grant.by_age}),
         )

@@ -104,11 +104,12 @@ class Admission:
         finally:
             self.withdraw(trajectory_id)
 
-    async def resume(self, trajectory_id: str, context_tokens: int) -> float:
+    async def resume(self, trajectory_id: str, context_tokens: int, on_park: Callable[[str], None]) -> float:
         """Before each inference: wait while the trajectory is parked. Gives the seconds that it was."""
         if self._policy.reach(trajectory_id, context_tokens):
             self._grant()
             return 0.0
+        on_park(trajectory_id)
         loop = asyncio.get_running_loop()
         parked_s = loop.time()
         self._tickets[trajectory_id] = loop.create_future()

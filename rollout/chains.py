@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from makespan.rollout.forecast import Floats, Ints
@@ -18,7 +19,29 @@ _FIRST_ROOM = 256
 
 _COUNTS = ("group", "environment", "turns")
 _SECONDS = ("inference_s", "action_s", "first_tokens", "tokens")
+"""And tokens: whole numbers, kept as floats because they are only ever divided."""
 _FLAGS = ("running", "waiting", "over", "counted")
+_STATE = ("turns", *_SECONDS, *_FLAGS)
+
+
+class ChainState(msgspec.Struct, kw_only=True):
+    """All that there is to know of one chain: what a process that runs trajectories tells one that does not.
+
+    It is a state and not an event, so that telling it twice, or only the last of several, comes to the same.
+    """
+
+    trajectory_id: str
+    group: str
+    environment: str
+    turns: int = 0
+    inference_s: float = 0.0
+    action_s: float = 0.0
+    first_tokens: int = 0
+    tokens: int = 0
+    running: bool = False
+    waiting: bool = False
+    over: bool = False
+    counted: bool = False
 
 
 class ChainTable:
@@ -81,6 +104,23 @@ class ChainTable:
 
     def group_of(self, trajectory_id: str) -> str:
         return self.group_names[int(self.group[self.number[trajectory_id]])]
+
+    def put(self, state: ChainState) -> None:
+        """Write a chain's row; it joins if it is new."""
+        number = self.number.get(state.trajectory_id)
+        if number is None:
+            number = self.add(state.trajectory_id, state.group, state.environment)
+        for name in _STATE:
+            self._columns[name][number] = getattr(state, name)
+
+    def get(self, number: int) -> ChainState:
+        """A chain's row."""
+        trajectory_id = self.ids[number]
+        values = {name: self._columns[name][number].item() for name in _STATE}
+        values |= {name: int(values[name]) for name in ("first_tokens", "tokens")}
+        environment = list(self.environments)[int(self.environment[number])]
+        group = self.group_of(trajectory_id)
+        return ChainState(trajectory_id=trajectory_id, group=group, environment=environment, **values)
 
     def _expose(self) -> None:
         """Columns show the chains there are: views, so that writing to them writes to the table."""

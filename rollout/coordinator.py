@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
-from makespan.rollout.chains import ChainTable
+from makespan.rollout.chains import ChainState, ChainTable
 from makespan.rollout.forecast import Floats, Ints, Tails, group_model, kaplan_meier, reweighted
 from makespan.rollout.history import PROMPT_SIBLINGS, ChainRecord, History
 from makespan.rollout.trajectory import Progress
@@ -92,7 +92,7 @@ class Coordinator:
         prompt_history: bool = True,
     ) -> None:
         self.history = History() if history is None else history
-        self._slots = dict(slots or {})
+        self.slots = dict(slots or {})
         self._horizon_share = horizon_share
         self._rerank_dispatches = rerank_dispatches
         self._rerank_interval_s = rerank_interval_s
@@ -138,12 +138,16 @@ class Coordinator:
 
     def key(self, trajectory_id: str, progress: Progress) -> float:
         """An action of this trajectory begins to wait: its `caas` key, by the forecast of the last pass."""
-        if self._stale:
-            self._renew()
         chains, number = self._chains, self._chains.number[trajectory_id]
         chains.turns[number] = progress.turns
         chains.waiting[number] = True
-        return -self._tardiness_of(number)
+        return self.key_of(trajectory_id)
+
+    def key_of(self, trajectory_id: str) -> float:
+        """The key that an action of this trajectory would have now, by the forecast of the last pass."""
+        if self._stale:
+            self._renew()
+        return -self._tardiness_of(self._chains.number[trajectory_id])
 
     def acted(self, trajectory_id: str, seconds: float) -> None:
         """The action is over; it ran for `seconds`, waiting excluded."""
@@ -164,6 +168,28 @@ class Coordinator:
         chains.over[number] = True
         chains.counted[number] = counts and chains.turns[number] > 0
         self._news = True
+
+    def observe(self, state: ChainState) -> None:
+        """What another process says of one of its chains, instead of the calls above; the chain joins if it is new."""
+        known = state.trajectory_id in self._chains
+        if known and self._chains.turns[self._chains.number[state.trajectory_id]] < state.turns:
+            self._dispatches += 1
+        self._news |= state.over
+        self._stale |= not known
+        self._chains.put(state)
+
+    def turn_over(self) -> None:
+        """Where no one says that a batch ends: learn from the chains that are over, and go on with the others."""
+        unfinished = [self._chains.get(int(number)) for number in np.flatnonzero(~self._chains.over)]
+        self.finish()
+        self.begin(max_turns=self._max_turns, max_tokens=self._max_tokens)
+        for state in unfinished:
+            self.observe(state)
+
+    def counts(self) -> tuple[int, int]:
+        """(chains that are not over, chains that are)."""
+        over = int(self._chains.over.sum())
+        return len(self._chains) - over, over
 
     def finish(self) -> History:
         """The batch is over: learn from it."""
@@ -243,6 +269,7 @@ class Coordinator:
         spent_s, turns = chains.inference_s + chains.action_s, chains.turns.astype(np.float64)
         self._mean_s = _blend(spent_s, turns, history.turn_s, PRIOR_TURN_S)
         self._mean_action_s = _blend(chains.action_s, turns, history.action_s, self._mean_s)
+        self._turn_tokens = _blend(chains.tokens - chains.first_tokens, turns, history.turn_tokens, 0.0)
         total_s = np.bincount(chains.group, weights=spent_s, minlength=groups) + MEAN_WEIGHT * self._mean_s
         total = np.bincount(chains.group, weights=turns, minlength=groups) + MEAN_WEIGHT
         for number, record in self._records:
@@ -303,7 +330,7 @@ class Coordinator:
         steps = self._tails.remaining(self._rows[chains.group[unfinished]], chains.turns[unfinished])
         latest_s = 0.0
         for name, number in chains.environments.items():
-            slots = self._slots.get(name)
+            slots = self.slots.get(name)
             if slots is not None:
                 left = float(steps[chains.environment[unfinished] == number].sum())
                 latest_s = max(latest_s, left * self._mean_action_s / slots)
@@ -323,11 +350,11 @@ class Coordinator:
     def _cut(self, number: int) -> float:
         """After how many steps the token budget ends the chain."""
         chains = self._chains
-        if self._max_tokens is None or self.history.turn_tokens is None or not chains.tokens[number]:
+        if self._max_tokens is None or not chains.tokens[number]:
             return math.inf
         turns, tokens = float(chains.turns[number]), float(chains.tokens[number])
         grown = tokens - float(chains.first_tokens[number])
-        each = (grown + MEAN_WEIGHT * self.history.turn_tokens) / (turns + MEAN_WEIGHT)
+        each = (grown + MEAN_WEIGHT * self._turn_tokens) / (turns + MEAN_WEIGHT)
         return turns + 1.0 + (self._max_tokens - tokens) / max(each, 1.0)
 
     def _tardiness_of(self, number: int) -> float:
@@ -342,9 +369,9 @@ class Coordinator:
         turn_s = (spent_s + GROUP_WEIGHT * self._group_turn_s[chains.group[numbers]]) / (turns + GROUP_WEIGHT)
         due = turns + self._horizon_share * self._horizon_s / turn_s
         cut = np.full(len(numbers), np.inf)
-        if self._max_tokens is not None and self.history.turn_tokens is not None:
+        if self._max_tokens is not None:
             tokens = chains.tokens[numbers]
-            grown = tokens - chains.first_tokens[numbers] + MEAN_WEIGHT * self.history.turn_tokens
+            grown = tokens - chains.first_tokens[numbers] + MEAN_WEIGHT * self._turn_tokens
             budget = (self._max_tokens - tokens) / np.maximum(grown / (turns + MEAN_WEIGHT), 1.0)
             cut = np.where(tokens > 0, turns + 1.0 + budget, np.inf)
         late = self._tails.tardiness(self._rows[chains.group[numbers]], chains.turns[numbers], due, cut)

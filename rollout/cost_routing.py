@@ -14,7 +14,7 @@ from makespan.rollout.memory import ReplicaMemory
 from makespan.rollout.routing import RouteRequest, Served
 from makespan.rollout.simulation.cost import InferenceCost
 
-P = dict(save_s=2.0, factor=1.5, evict=1.0, memwait=1.0, ext_decode=0.0, ext_prefill=0.0, homed=0.0, gen_turns=1.0, first_homed=1.0)
+P = dict(save_s=2.0, factor=1.5, evict=1.0, memwait=1.0, ext_decode=0.0, ext_prefill=0.0, homed=0.0, evhome=0.0, leave=1, gen_turns=1.0, first_homed=1.0)
 
 
 class CostRouter:
@@ -76,6 +76,11 @@ class CostRouter:
             cost = cost + p['memwait'] * over / np.maximum(run, 1) * self._turn_s
             ev = np.minimum(np.maximum(run + wai + newheld - M, 0.0), wai)
             cost = cost + p['evict'] * ev * c.prefill_s
+            if p['evhome']:
+                h = self._homed.copy()
+                hh = self._home.get(t)
+                if hh is not None: h[hh] -= self._homed_ctx[t]
+                cost = cost + p['evhome'] * np.maximum(h + ctx - M, 0.0) * c.prefill_s
         home = self._home.get(t)
         if home is None and p['first_homed']:
             cost = cost + p['first_homed'] * self._homed / M * 10 if self._memory is not None else cost
@@ -126,6 +131,11 @@ class CostRouter:
         if h is not None: self._homed[h] -= self._homed_ctx.pop(t)
         for r in self._places.get(t, ()):
             self._mirrors[r].finish(t)
+
+    def pause(self, t):
+        if not self.P['leave']: return
+        h = self._home.pop(t, None)
+        if h is not None: self._homed[h] -= self._homed_ctx.pop(t)
 
     def forget(self): return 0
     def remove(self, ids): pass

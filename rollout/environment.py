@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from makespan.rollout.errors import MakespanError
+from makespan.rollout.gate import Grant
 from makespan.rollout.trajectory import Progress, Task
 
 FailureKind = Literal[
@@ -115,6 +116,8 @@ class ActionTiming(msgspec.Struct, frozen=True):
     slot_class: str
     queue_s: float
     service_s: float
+    grant: Grant | None = None
+    """What got it the slot, where its owner is in this process; a broker writes that into its own log."""
 
 
 class Session(Protocol):

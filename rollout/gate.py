@@ -56,6 +56,14 @@ class GateStatistics(msgspec.Struct, frozen=True):
     """Jobs with waiting or running actions."""
 
 
+class Grant(msgspec.Struct, frozen=True):
+    """Why an action got its slot: the key that it had then, or its age."""
+
+    key: float
+    by_age: bool
+    """It was the oldest at a grant that goes to the oldest, whatever its key."""
+
+
 class RateLimit(msgspec.Struct, frozen=True):
     """At most `per_s` grants a second on average, and at most `burst` at once (a token bucket that starts full)."""
 
@@ -66,7 +74,7 @@ class RateLimit(msgspec.Struct, frozen=True):
 class _Waiting(Generic[Ticket]):
     """One waiting action. Heap entries that no longer match its `version` are stale."""
 
-    __slots__ = ("arrival", "job", "key", "ticket", "version")
+    __slots__ = ("arrival", "by_age", "job", "key", "ticket", "version")
 
     def __init__(self, ticket: Ticket, job: _Job[Ticket], key: float, arrival: int) -> None:
         self.ticket = ticket
@@ -74,6 +82,7 @@ class _Waiting(Generic[Ticket]):
         self.key = key
         self.arrival = arrival
         self.version = 0  # -1 once it waits no longer
+        self.by_age = False
 
 
 class _Job(Generic[Ticket]):
@@ -146,7 +155,7 @@ class ActionGate(Generic[Ticket]):
         self._tokens_at: float | None = None
         self._oldest_every = oldest_every
         self._waiting: dict[Ticket, _Waiting[Ticket]] = {}
-        self._running: dict[Ticket, _Job[Ticket]] = {}
+        self._running: dict[Ticket, _Waiting[Ticket]] = {}  # as which it waited
         self._jobs: dict[str, _Job[Ticket]] = {}
         self._backlog: dict[str, _Job[Ticket]] = {}  # the jobs with waiting actions
         self._arrivals = 0
@@ -174,15 +183,15 @@ class ActionGate(Generic[Ticket]):
             raise ValueError(f"{ticket!r} is in the gate already")
         queue = self._job(job)
         queue.running += 1
-        self._running[ticket] = queue
+        self._running[ticket] = _Waiting(ticket, queue, 0.0, self._arrivals)
 
     def release(self, ticket: Ticket) -> None:
         """The action is over: its slot is free."""
-        queue = self._running.pop(ticket, None)
-        if queue is None:
+        action = self._running.pop(ticket, None)
+        if action is None:
             raise ValueError(f"{ticket!r} holds no slot")
-        queue.running -= 1
-        self._drop_if_idle(queue)
+        action.job.running -= 1
+        self._drop_if_idle(action.job)
 
     def cancel(self, ticket: Ticket) -> bool:
         """Withdraw a waiting action; False when it does not wait (it runs, is over, or was never here)."""
@@ -236,16 +245,25 @@ class ActionGate(Generic[Ticket]):
         while self._backlog and len(self._running) < self.slots and self._tokens >= 1.0:
             queue = self._next_job()
             queue.grants += 1
-            action = queue.oldest() if queue.grants % self._oldest_every == 0 else queue.smallest()
+            by_age = queue.grants % self._oldest_every == 0
+            action = queue.oldest() if by_age else queue.smallest()
+            action.by_age = by_age
             del self._waiting[action.ticket]
             self._leave_queue(action)
             queue.running += 1
             queue.last_grant = self._granted
-            self._running[action.ticket] = queue
+            self._running[action.ticket] = action
             self._granted += 1
             self._tokens -= 1.0
             granted.append(action.ticket)
         return granted
+
+    def granted_as(self, ticket: Ticket) -> Grant:
+        """What a running action was granted by. Raises `ValueError` when it does not run."""
+        action = self._running.get(ticket)
+        if action is None:
+            raise ValueError(f"{ticket!r} holds no slot")
+        return Grant(action.key, action.by_age)
 
     def next_grant_s(self, now: float) -> float | None:
         """When the rate limit lets the next action start; None when time alone will not start one."""

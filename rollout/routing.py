@@ -55,6 +55,10 @@ class Router(Protocol):
         says what became of it."""
         ...
 
+    def pause(self, trajectory_id: str) -> None:
+        """The trajectory is parked: until its next turn it is no load on any replica."""
+        ...
+
     def finish(self, trajectory_id: str) -> None:
         """The trajectory will not come back: forget it."""
         ...
@@ -108,6 +112,9 @@ class StickyLeastInflight:
     def release(self, replica_id: str, trajectory_id: str = "", served: Served | None = None) -> None:
         if self._in_flight.get(replica_id, 0) > 0:
             self._in_flight[replica_id] -= 1
+
+    def pause(self, trajectory_id: str) -> None:
+        """Nothing changes: it comes back to where it was."""
 
     def finish(self, trajectory_id: str) -> None:
         self._home.pop(trajectory_id, None)

@@ -156,7 +156,7 @@ class TrajectoryRunner:
             trajectory.end(TrajectoryState.TRUNCATED, Failure("context", message))
             return
         prompt_tokens = len(trajectory.context_ids)
-        await self._admission.resume(trajectory.trajectory_id, prompt_tokens)
+        await self._admission.resume(trajectory.trajectory_id, prompt_tokens, self._router.pause)
         replica_id, completion = await self._generate(trajectory, turn, sampling)
         reply = self._agent.reply(trajectory, completion)
         _count_computed(trajectory, completion, reply)

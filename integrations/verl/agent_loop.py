@@ -26,8 +26,12 @@ import msgspec
 import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
+from makespan.envs.client import EnvClient
+from makespan.envs.slots import step_class
+from makespan.integrations.verl.coordinator import JobSettings
 from makespan.integrations.verl.episode import Episode
 from makespan.integrations.verl.figures import EXTRA_FIELD
+from makespan.integrations.verl.reporter import Chains, Unreported, chain_reporter
 from makespan.integrations.verl.router import TurnFacts
 from makespan.integrations.verl.server import environment_server
 from makespan.integrations.verl.settings import LoopSettings, parse
@@ -56,6 +60,7 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             self._settings = parse(LoopSettings, own, f"the agent-loop YAML, entry {name!r}")
         except ConfigError as error:
             self._settings = error
+        self._chains: Chains = Unreported()
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         """One trajectory of the dataset's `row`, as verl's output."""
@@ -82,6 +87,7 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             logger.exception("makespan: trajectory %s failed by an unexpected error", episode.trajectory_id)
             episode.fail("internal", error)
         finally:
+            self._chains.end(episode.trajectory_id, counts=episode.state != "failed")
             self._tell_router_it_is_over(episode.trajectory_id)
         if episode.failure:
             logger.warning("makespan: trajectory %s failed: %s", episode.trajectory_id, episode.failure_message)
@@ -95,6 +101,8 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             async with deadline:
                 task = _task_of(row, settings)
                 backend = await self._backend(settings)
+                self._chains = self._reporter(settings, backend)
+                self._chains.join(episode.trajectory_id, f"{task.environment}/{task.task_id}", task.environment)
                 await self._converse(episode, settings, backend, task, sampling_params)
         except TimeoutError as error:
             if not deadline.expired():
@@ -105,10 +113,25 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
                 f"it was in turn {episode.turns + 1}",
             ) from error
 
+    def _job(self) -> str:
+        return f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}"
+
+    def _reporter(self, settings: LoopSettings, backend: EnvironmentBackend) -> Chains:
+        """Where this process's trajectories are reported to the job's coordinator."""
+        if settings.scheduling == "fifo" or not isinstance(backend, EnvClient):
+            return Unreported()
+        job = JobSettings(
+            max_turns=settings.max_turns,
+            max_tokens=int(self.rollout_config.prompt_length) + int(self.rollout_config.response_length),
+            history=settings.history,
+        )
+        slots = {name: backend.info.slots[step_class(name)] for name in backend.info.environments}
+        return chain_reporter(self._job(), job, slots, backend.rekey)
+
     async def _backend(self, settings: LoopSettings) -> EnvironmentBackend:
         return await environment_server(
             settings.address,
-            job=f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}",
+            job=self._job(),
             connect_timeout_s=settings.connect_timeout_s,
             action_deadline_s=settings.action_deadline_s,
         )
@@ -147,7 +170,13 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             text, cut = await self._generate(episode, transcript, settings, sampling_params)
             if len(transcript.mask) >= response_length:
                 return  # the response is full, and the last turn was perhaps cut: nothing is done with it
-            result, timing = await session.step(Action(text=text), key=0.0, progress=self._progress(episode, settings))
+            progress = episode.progress(
+                max_turns=settings.max_turns, max_tokens=int(self.rollout_config.response_length)
+            )
+            progress = msgspec.structs.replace(progress, turns=episode.turns - 1)  # its last turn's action is not over
+            key = self._chains.key(episode.trajectory_id, progress)
+            result, timing = await session.step(Action(text=text), key=key, progress=progress)
+            self._chains.acted(episode.trajectory_id, timing.service_s)
             episode.acted(timing)
             episode.reward += result.reward
             if result.terminated:
@@ -197,7 +226,9 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
         if not output.token_ids:
             raise ReplicaFailure(f"a replica served turn {episode.turns + 1} with no token ({output.stop_reason})")
         ids = list(output.token_ids)
-        episode.generated(ids, output, prompt_tokens=facts.context_tokens, elapsed_s=episode.clock() - started_s)
+        elapsed_s = episode.clock() - started_s
+        episode.generated(ids, output, prompt_tokens=facts.context_tokens, elapsed_s=elapsed_s)
+        self._chains.inferred(episode.trajectory_id, elapsed_s, facts.context_tokens + len(ids))
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         await transcript.append_generated(self, ids, output.log_probs, text)
         return str(text), len(ids) >= limit and ids[-1] != self.tokenizer.eos_token_id

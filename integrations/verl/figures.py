@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from statistics import median
+from typing import Any, Literal
 
 import msgspec
 
@@ -86,6 +87,37 @@ def step_metrics(trajectories: Sequence[TrajectoryFigures]) -> dict[str, float]:
         if len(known) == len(trajectories):
             metrics[name] = sum(known)
     return metrics
+
+
+SLOWEST = 20
+"""Rows of the table of slowest trajectories."""
+
+PHASES = ("generate_s", "slot_queue_s", "environment_s", "other_s")
+
+
+def slowest_table(
+    keys: Sequence[str], trajectories: Sequence[TrajectoryFigures], step: int
+) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the step's slowest trajectories, the slowest first, each with the reason: the phase in which
+    it spent the most seconds beyond the median trajectory. `keys` are their rows in verl's queue."""
+    spent = [_phases(t) for t in trajectories]
+    usual = {name: median([phases[name] for phases in spent]) for name in PHASES} if spent else {}
+    order = sorted(range(len(keys)), key=lambda k: -trajectories[k].completion_s)[:SLOWEST]
+    rows: list[list[Any]] = []
+    for k in order:
+        t, phases = trajectories[k], spent[k]
+        why = max(PHASES, key=lambda name: phases[name] - usual[name])
+        reason = f"{why} {phases[why]:.1f}, {phases[why] - usual[why]:.1f} beyond the median"
+        reason = f"{t.state} ({t.failure}): {reason}" if t.failure else reason
+        times = [t.completion_s, *(phases[name] for name in PHASES)]
+        rows.append([step, keys[k], t.state, reason, t.turns, *times, t.cached_tokens, t.recomputed_tokens])
+    columns = ["step", "trajectory", "state", "why_late", "turns", "completion_s", *PHASES]
+    return [*columns, "cached_tokens", "recomputed_tokens"], rows
+
+
+def _phases(t: TrajectoryFigures) -> dict[str, float]:
+    measured = {"generate_s": t.generate_s, "slot_queue_s": t.slot_queue_s, "environment_s": t.environment_s}
+    return {**measured, "other_s": t.completion_s - sum(measured.values())}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -26,8 +26,9 @@ import transfer_queue as tq  # type: ignore[import-untyped]
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-from makespan.integrations.verl.figures import EXTRA_FIELD, TrajectoryFigures, step_metrics
+from makespan.integrations.verl.figures import EXTRA_FIELD, TrajectoryFigures, slowest_table, step_metrics
 from makespan.integrations.verl.settings import SamplerSettings, parse
+from makespan.integrations.wandb import AXIS, Tracker, attach_existing
 from makespan.rollout.errors import ConfigError, MakespanError
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class _MeasuredSampling(ReplayBuffer):  # type: ignore[misc]
         self._settings = parse(SamplerSettings, dict(sampler_kwargs or {}), "trainer.v1.sampler.sampler_kwargs")
         self._first_seen_s: dict[tuple[str, str], float] = {}
         self._given_up: list[str] = []  # groups abandoned in the present call of `sample`
+        self._tracker: Tracker | None = None  # joined with the first step: verl starts its W&B run after this object
         self._abandoned: dict[str, set[str]] = {}  # groups of earlier calls -> their rows that the trainer was given
         super().__init__(
             *args,
@@ -76,6 +78,9 @@ class _MeasuredSampling(ReplayBuffer):  # type: ignore[misc]
             self._abandoned[group] = {key for key in batch.keys if _group(key) == group}
 
         figures = self._figures_of(batch)
+        if partition_id == "train":
+            self._track(batch, figures, global_steps)
+            metrics = {**metrics, AXIS: global_steps}
         dropped = self._untrainable(batch, figures) if partition_id == "train" else set()
         if dropped:
             batch = self._without(batch, dropped)
@@ -87,6 +92,15 @@ class _MeasuredSampling(ReplayBuffer):  # type: ignore[misc]
             "makespan/trajectories/dropped": len(dropped),
         }
         return batch, metrics
+
+    def _track(self, batch: KVBatchMeta, figures: list[TrajectoryFigures | None], step: int) -> None:
+        """Give verl's W&B run, if it has one, makespan's step axis and a table; the figures are in verl's own log."""
+        if self._tracker is None:
+            self._tracker = attach_existing()
+        known = [(key, figure) for key, figure in zip(batch.keys, figures, strict=True) if figure is not None]
+        if known:
+            keys, trajectories = zip(*known, strict=True)
+            self._tracker.log_table(*slowest_table(keys, trajectories, step))
 
     def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
         """verl calls this while a batch is incomplete; also where groups are given up."""

@@ -43,6 +43,12 @@ class LoopSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The longest an environment action may take, waiting for its slot included."""
     connect_timeout_s: float = 30.0
     """How long the first trajectory of a process waits for the environment server to answer."""
+    scheduling: Literal["caas", "fifo"] = "caas"
+    """Whose action gets the next environment slot: the chains that will end the batch, by the forecast of a coordinator
+    that all agent-loop workers report to, or first come, first served."""
+    history: str | None = None
+    """A file in which the coordinator keeps what it learnt (lengths, costs, prompts) for the next start of this job. It
+    is read and written on the node where the coordinator runs: use a shared directory. Null: it ends with the job."""
     reward: Literal["environment", "trainer"] = "environment"
     """`environment`: the sum of the steps' rewards is the reward. `trainer`: verl's own reward function gives it and
     finds the environment's in `extra_info["environment_reward"]`."""

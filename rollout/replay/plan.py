@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from makespan.rollout.runner import Limits
 from makespan.rollout.replay.trace import TraceTrajectory
+from makespan.rollout.runner import Limits
 from makespan.rollout.trajectory import Task
 
 ENVIRONMENT = "replay"

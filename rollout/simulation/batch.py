@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ from makespan.rollout.scheduling import RemainingSeconds, action_policy
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.loop import run_virtual
 from makespan.rollout.telemetry.events import LOG_VERSION, EventLog, LogHeader
+from makespan.rollout.trajectory import Task
 
 HEADER = LogHeader(
     version=LOG_VERSION,
@@ -91,6 +93,17 @@ def remaining(plays: Plays, cost: InferenceCost) -> RemainingSeconds:
     return lambda trajectory_id, turn: seconds[trajectory_id][turn]
 
 
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One job's batch: what it runs, by which policies, and where its event log goes."""
+
+    trace: Trace
+    policies: Policies
+    seed: int = 0
+    log_path: Path | None
+    history: History | None = None
+    """What the job knows beforehand."""
+
+
 def simulate(
     trace: Trace,
     hardware: Hardware,
@@ -104,32 +117,57 @@ def simulate(
 
     Raises `ConfigError` for policies that do not exist, and whatever ends the batch.
     """
-    run_virtual(_simulate(trace, hardware, policies, seed, log_path, history))
+    simulate_jobs(
+        [Job(trace=trace, policies=policies, seed=seed, log_path=log_path, history=history)],
+        hardware,
+    )
+
+
+def simulate_jobs(jobs: Sequence[Job], hardware: Hardware) -> None:
+    """Run the batches of several jobs side by side: each has replicas of its own, all share the environment slots.
+
+    Raises as `simulate` does.
+    """
+    run_virtual(_side_by_side(jobs, hardware))
+
+
+async def _side_by_side(jobs: Sequence[Job], hardware: Hardware) -> None:
+    slots = {STEP: hardware.slots} | ({} if hardware.start_slots is None else {START: hardware.start_slots})
+    first: ReplayEnvironments | None = None
+    runs = []
+    for number, job in enumerate(jobs):
+        tasks, plays = plan(job.trace.trajectories)
+        environments = ReplayEnvironments(plays, slots, job=f"job-{number}", shares_with=first)
+        first = first or environments
+        runs.append(_simulate(job, hardware, tasks, plays, environments))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for run in runs:
+                group.create_task(run)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 async def _simulate(
-    trace: Trace, hardware: Hardware, policies: Policies, seed: int, log_path: Path | None, history: History | None
+    job: Job, hardware: Hardware, tasks: list[Task], plays: Plays, environments: ReplayEnvironments
 ) -> None:
     loop = asyncio.get_running_loop()
-    tasks, plays = plan(trace.trajectories)
-    cost = hardware.replica.cost
+    policies, cost = job.policies, hardware.replica.cost
     replicas = {f"replica-{n}": SimulatedReplica(f"replica-{n}", hardware.replica) for n in range(hardware.replicas)}
-    slots = {STEP: hardware.slots} | ({} if hardware.start_slots is None else {START: hardware.start_slots})
-    environments = ReplayEnvironments(plays, slots)
     knows = remaining(plays, cost) if policies.scheduling == "oracle" else None
-    coordinator = Coordinator(history, slots={ENVIRONMENT: hardware.slots})
+    coordinator = Coordinator(job.history, slots={ENVIRONMENT: hardware.slots})
     order = make_order(policies.order, coordinator, policies.concurrency)
-    with EventLog(log_path, "engine", loop.time, header=HEADER) as events:
+    with EventLog(job.log_path, "engine", loop.time, header=HEADER) as events:
         engine = RolloutEngine(
             replicas=replicas,
-            router=make_router(policies.routing, list(replicas), random.Random(seed)),
+            router=make_router(policies.routing, list(replicas), random.Random(job.seed)),
             admission=make_admission(policies.admission, policies.concurrency, order),
             environments=environments,
             agent=TraceAgent(plays),
             conversation=LengthConversation(hardware.max_context_tokens),
             coordinator=coordinator,
             scheduling=action_policy(policies.scheduling, coordinator, knows),
-            limits=limits(trace.trajectories),
+            limits=limits(job.trace.trajectories),
             events=events,
         )
         events.emit("environment_server", slots=environments.slots)

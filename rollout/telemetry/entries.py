@@ -62,6 +62,7 @@ def action(
         outcome="ok",
         key=key,
         **({} if why is None else {"why": msgspec.to_builtins(why)}),
+        **({} if timing.grant is None else {"grant": msgspec.to_builtins(timing.grant)}),
     )
 
 

@@ -15,6 +15,8 @@ from rich.console import Console
 
 from makespan import __version__
 from makespan.commands.ablate import add_ablate, run_ablate
+from makespan.commands.explain import add_explain, run_explain
+from makespan.commands.report import add_report, run_report
 from makespan.commands.simulate import add_simulate, run_simulate
 from makespan.rollout.errors import MakespanError
 
@@ -43,6 +45,13 @@ def parser() -> argparse.ArgumentParser:
     ablate = commands.add_parser("ablate", help="compare policies on the same batches")
     add_ablate(ablate)
     _add_json(ablate)
+
+    explained = commands.add_parser("explain", help="why the actions of a trajectory got their slots when they did")
+    add_explain(explained)
+    _add_json(explained)
+
+    report = commands.add_parser("report", help="write the HTML report of a run, or of several side by side")
+    add_report(report)
 
     env = commands.add_parser("env", help="environment servers").add_subparsers(dest="env_command", required=True)
     serve = env.add_parser("serve", help="serve environments over ZeroMQ")
@@ -94,6 +103,10 @@ def _dispatch(options: argparse.Namespace) -> int:
         return run_simulate(options, console)
     if options.command == "ablate":
         return run_ablate(options, console)
+    if options.command == "explain":
+        return run_explain(options, console)
+    if options.command == "report":
+        return run_report(options, console)
     if options.command == "env":
         from makespan.commands.env import serve, status, worker
 

@@ -107,7 +107,7 @@ def test_when_a_long_run_promises_a_longer_one_the_chain_with_the_most_turns_goe
 
 
 def test_a_chain_whose_token_budget_is_nearly_spent_goes_last():
-    coordinator = Coordinator(knows([50] * 40, turn_tokens=1000), slots={"env": 1})
+    coordinator = Coordinator(knows([50] * 40, turn_tokens=1000), slots={"env": 8})
     batch = Batch(coordinator, {"full": "full", "empty": "empty"}, max_tokens=60_000)
     for chain, first, each in (("full", 1000, 11_000), ("empty", 1000, 500)):
         for turn in range(5):
@@ -115,7 +115,7 @@ def test_a_chain_whose_token_budget_is_nearly_spent_goes_last():
     batch.submit("full", tokens=56_000)
     batch.submit("empty", tokens=3500)
     assert served_first(coordinator.rekeys(1.0)) == "empty"
-    assert coordinator.outlook("full").remaining_turns < 3 < 20 < coordinator.outlook("empty").remaining_turns
+    assert coordinator.outlook("full").remaining_turns < 3 < 10 < coordinator.outlook("empty").remaining_turns
 
 
 def test_records_of_prompts_decide_before_anything_ran_and_only_if_they_are_trusted():

@@ -22,6 +22,7 @@ from rich.console import Console
 from makespan.commands.display import progress, show_summary
 from makespan.commands.output import check_output, write_json
 from makespan.commands.tasks import Scripts, load_tasks
+from makespan.commands.tracking import engine_log, metrics, track
 from makespan.envs.client import EnvClient
 from makespan.envs.server import ServerConfig
 from makespan.envs.slots import step_class
@@ -35,16 +36,15 @@ from makespan.rollout.coordinator import Coordinator
 from makespan.rollout.engine import RolloutEngine
 from makespan.rollout.environment import EnvironmentFailure
 from makespan.rollout.errors import ConfigError
-from makespan.rollout.replicas.vllm import VllmReplica, divide_cores, start_replicas, visible_gpus
-from makespan.rollout.replicas.wire import HostConfig
 from makespan.rollout.history import History, read_history, write_history
 from makespan.rollout.order import make_order
+from makespan.rollout.replicas.vllm import VllmReplica, divide_cores, start_replicas, visible_gpus
+from makespan.rollout.replicas.wire import HostConfig
 from makespan.rollout.routing import make_router
 from makespan.rollout.runner import Limits
 from makespan.rollout.scheduling import action_policy
 from makespan.rollout.telemetry.analysis import analyse
 from makespan.rollout.telemetry.atif import write_trajectories
-from makespan.rollout.telemetry.events import EventLog
 from makespan.rollout.telemetry.merge import MergedLog, merge_directory
 from makespan.rollout.telemetry.summary import Summary, summarise
 from makespan.rollout.trajectory import Task, TrajectoryResult
@@ -125,7 +125,7 @@ class _Run:
         self, tasks: list[Task], scripts: Scripts, model: Path, conversation: Conversation, start_s: float
     ) -> None:
         config, console, loop = self._config, self._console, asyncio.get_running_loop()
-        events = EventLog(self._directory / "events" / "engine.jsonl", "engine", clock=loop.time)
+        events = engine_log(config, self._directory / "events" / "engine.jsonl", loop.time)
         console.print(
             f"starting {config.replicas.count} replicas of {model.name} and the environment {config.environment.name}"
         )
@@ -159,7 +159,10 @@ class _Run:
                 self._setup_s = loop.time() - start_s
                 console.print(f"ready after {self._setup_s:.0f} s: {len(tasks) * config.samples_per_task} trajectories")
                 self._engine = engine
-                async with progress(console, engine, lambda: _slots_in_use(client)):
+                async with (
+                    metrics(config, console, engine, replicas, events),
+                    progress(console, engine, lambda: _slots_in_use(client)),
+                ):
                     await engine.run(tasks, samples_per_task=config.samples_per_task, on_end=self._results.append)
                 if config.history is not None:
                     write_history(Path(config.history), coordinator.history)
@@ -183,6 +186,7 @@ class _Run:
         write_trajectories(directory / "trajectories", self._results, log, model=model, source=config.actions)
         write_json(self._json_path, summary)
         show_summary(self._console, summary)
+        track(config, self._console, directory, log, summary.notes)
         self._console.print(f"run directory: {directory}", soft_wrap=True)
         return summary
 

@@ -15,14 +15,17 @@ from makespan.commands.output import check_output, write_json
 from makespan.commands.workload import add_workload, describe, resolve
 from makespan.rollout.admission import ADMISSION
 from makespan.rollout.errors import ConfigError
+from makespan.rollout.order import ORDERS
 from makespan.rollout.replay.recorder import Recorder
 from makespan.rollout.replay.trace import Trace
 from makespan.rollout.routing import ROUTERS
-from makespan.rollout.scheduling import ACTION_KEYS, ORACLE
+from makespan.rollout.scheduling import POLICIES
 from makespan.rollout.simulation.batch import Policies, simulate
 from makespan.rollout.simulation.ladder import oversampling
+from makespan.rollout.simulation.workload import HISTORIES, known_before
 from makespan.rollout.telemetry.analysis import BatchAnalysis, analyse
 from makespan.rollout.telemetry.merge import merge
+from makespan.rollout.telemetry.report import reported, write_report
 
 SIMULATE_VERSION = 1
 
@@ -34,9 +37,14 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--admission", default="everything", help=f"{', '.join(ADMISSION)} (default: everything)")
     command.add_argument("--concurrency", type=int, help="trajectories at once, for `fixed` (for `coupled`: the slots)")
     command.add_argument("--routing", default="sticky-least-inflight", help=", ".join(ROUTERS))
-    command.add_argument("--scheduling", default="fifo", help=f"{', '.join([*ACTION_KEYS, ORACLE])} (default: fifo)")
+    command.add_argument("--scheduling", default="fifo", help=f"{', '.join(POLICIES)} (default: fifo)")
+    command.add_argument("--order", default="arrival", help=f"who starts next: {', '.join(ORDERS)} (default: arrival)")
+    command.add_argument(
+        "--history", default="none", help=f"what the forecast knows beforehand: {', '.join(HISTORIES)} (default: none)"
+    )
     command.add_argument("--needed", type=int, help="oversample-cut: stop when so many trajectories have finished")
     command.add_argument("--events", type=Path, metavar="PATH", help="keep the event log")
+    command.add_argument("--report", type=Path, metavar="PATH", help="write the HTML report")
     command.add_argument("--record", type=Path, metavar="PATH", help="write the batch as a trace (.gz: zipped)")
 
 
@@ -45,6 +53,7 @@ def run_simulate(options: argparse.Namespace, console: Console) -> int:
     check_output("--json", options.json)
     check_file("--events", options.events)
     check_file("--record", options.record)
+    check_file("--report", options.report)
     work, hardware = resolve(options)
     concurrency = options.concurrency
     if options.admission == "coupled" and concurrency is None:
@@ -54,16 +63,22 @@ def run_simulate(options: argparse.Namespace, console: Console) -> int:
         concurrency=concurrency,
         routing=options.routing,
         scheduling=options.scheduling,
+        order=options.order,
+        history=options.history,
         needed=options.needed,
     )
     batch = work.batch(options.seed)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="makespan-") as directory:
         path = options.events or Path(directory) / "engine.jsonl"
-        simulate(batch, hardware, policies, seed=options.seed, log_path=path)
+        known = known_before(work, options.seed, policies.history, hardware.replica.cost)
+        simulate(batch, hardware, policies, seed=options.seed, log_path=path, history=known)
         log = merge([path])
     if options.record is not None:
         Recorder(log, source=f"simulation of {batch.header.source or work.name}").write(options.record)
+    if options.report is not None:
+        notes = [f"simulated; assumed: {assumption}" for assumption in batch.header.assumptions]
+        write_report(options.report, [reported(log, name=work.name, notes=["simulated", *notes])])
     analysis = analyse(log)
     discarded, kept_length = oversampling(log, batch)
     figures = {
@@ -81,6 +96,8 @@ def run_simulate(options: argparse.Namespace, console: Console) -> int:
     write_json(options.json, figures)
     console.print(f"{work.name}: {len(batch.trajectories)} trajectories on {describe(hardware)}", soft_wrap=True)
     _show(console, batch, analysis, policies, discarded, kept_length)
+    if options.report is not None:
+        console.print(f"report: {options.report}", soft_wrap=True)
     return 0 if analysis.states.keys() & {"finished", "truncated"} else 1
 
 

@@ -1,8 +1,9 @@
 """Two real verl runs, made once and looked at by many tests.
 
 `one_rank`: four GRPO steps with one training rank and one replica. The weight sync after step 3 is lost on purpose, so
-the fourth step is the negative control of the weight checks. `two_ranks`: two steps with two ranks, two replicas and
-two agent-loop workers, of which one is killed in the second step. Each run has an outer time limit.
+the fourth step is the negative control of the weight checks; in its second step the coordinator is killed.
+`two_ranks`: two steps with two ranks, two replicas and two agent-loop workers, of which one is killed in the second
+step. Each run has an outer time limit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class TrainerRun:
         lines = (self.directory / "metrics.jsonl").read_text().splitlines()
         return {entry["step"]: entry["data"] for entry in map(json.loads, lines)}
 
-    def observed(self, what: str, step: int) -> Any:
+    def observed(self, what: str, step: int | str) -> Any:
         return json.loads((self.directory / "observed" / f"{what}-{step}.json").read_text())
 
     def environment_records(self) -> list[dict[str, Any]]:
@@ -83,8 +84,9 @@ def _run(directory: Path, sampler: str, *overrides: str, **variables: str) -> Tr
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> TrainerRun:
     return _run(
         tmp_path_factory.mktemp("one-rank"),
-        "ObservingReplayBuffer",
+        "CoordinatorKillingReplayBuffer",
         "trainer.total_training_steps=4",
+        "+trainer.v1.sampler.sampler_kwargs.poll_interval_s=0.05",
         "trainer.save_freq=1",
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=losing_worker.LosingWeightSync",

@@ -154,6 +154,23 @@ def test_wandb_offline_holds_each_steps_makespan_figures(one_rank: TrainerRun) -
             assert entry[name] == pytest.approx(step[name])
 
 
+def test_the_coordinator_learns_from_step_to_step(one_rank: TrainerRun) -> None:
+    first, third, fourth = (one_rank.observed("coordinator", step) for step in (1, 3, 4))
+    assert first["running"] + first["over"] == 8  # this step's trajectories; no step was there to learn from
+    assert first["steps_learnt"] == 0
+    assert third["incarnation"] == fourth["incarnation"]
+    assert fourth["steps_learnt"] == third["steps_learnt"] + 1 >= 2
+
+
+def test_a_coordinator_that_is_killed_in_mid_step_is_replaced_and_nothing_stops(one_rank: TrainerRun) -> None:
+    before, after = one_rank.observed("coordinator", "killed"), one_rank.observed("coordinator", 2)
+    assert before["running"] > 0
+    assert after["incarnation"] != before["incarnation"]
+    assert after["steps_learnt"] == 0  # without a history file it begins anew
+    assert one_rank.steps()[2]["makespan/trajectories/failed"] == 0
+    assert one_rank.steps()[2]["makespan/trajectories/total"] == 8
+
+
 def test_nothing_of_the_run_is_left_behind(one_rank: TrainerRun) -> None:
     """No process: Ray's and vLLM's make sessions of their own, but all inherit where the run writes to."""
     mark = f"VERL_CPU_OUT={one_rank.directory}".encode()

@@ -201,13 +201,14 @@ def waits(servers: int, arrivals: int, rate: float, service, seed: int) -> float
         slots = GatedSlots(servers)
         waited: list[float] = []
 
-        async def customer(service_s: float) -> None:
-            waited.append(await slots.hold("", 0.0, service_s))
+        async def customer(name: str, service_s: float) -> None:
+            queue_s, _ = await slots.hold(name, 0.0, service_s)
+            waited.append(queue_s)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(arrivals):
+            for number in range(arrivals):
                 await asyncio.sleep(rng.expovariate(rate))
-                group.create_task(customer(service(rng)))
+                group.create_task(customer(str(number), service(rng)))
         kept = waited[arrivals // 10 :]
         return sum(kept) / len(kept)
 
@@ -243,9 +244,9 @@ def test_one_slot_with_general_service_waits_as_pollaczek_and_khinchine_say():
 def test_a_cancelled_wait_gives_its_place_up():
     async def main() -> tuple[int, int]:
         slots = GatedSlots(1)
-        holder = asyncio.create_task(slots.hold("", 0.0, 10.0))
+        holder = asyncio.create_task(slots.hold("holder", 0.0, 10.0))
         await asyncio.sleep(1)
-        waiting = asyncio.create_task(slots.hold("", 0.0, 10.0))
+        waiting = asyncio.create_task(slots.hold("waiting", 0.0, 10.0))
         await asyncio.sleep(1)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

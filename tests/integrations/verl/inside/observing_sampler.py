@@ -2,7 +2,7 @@
 
 Everything goes to the directory in `OBSERVED`: `batch-<step>.json` with the rows as the trainer gets them,
 `probe-<step>.json` with each replica's log-probabilities of a fixed prompt, `segments-<step>.json` with the names of
-vLLM's shared memory, `router-<step>.json` with the router's state.
+vLLM's shared memory, `router-<step>.json` and `coordinator-<step>.json` with what these say of themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,24 @@ class ObservingReplayBuffer(MakespanReplayBuffer):
         (directory / f"batch-{global_steps}.json").write_text(json.dumps(_rows(batch)))
         (directory / f"probe-{global_steps}.json").write_text(json.dumps(_probe()))
         (directory / f"segments-{global_steps}.json").write_text(json.dumps(_shared_memory_of_vllm()))
+        (directory / f"coordinator-{global_steps}.json").write_text(json.dumps(_coordinator_status(wait_s=10.0)))
         return batch, metrics
+
+
+class CoordinatorKillingReplayBuffer(ObservingReplayBuffer):
+    """In step 2 the coordinator dies while trajectories run."""
+
+    killed = False
+
+    def _wait_for_next_poll(self, partition_id: str, last_debug_time: float) -> float:
+        second_step = any(self.prompt_global_steps["train"][group] == 2 for group in self.running_keys[partition_id])
+        if second_step and not self.killed:
+            status = _coordinator_status()
+            if status is not None and status["running"]:
+                self.killed = True
+                (Path(os.environ["OBSERVED"]) / "coordinator-killed.json").write_text(json.dumps(status))
+                ray.kill(_coordinator())
+        return super()._wait_for_next_poll(partition_id, last_debug_time)
 
 
 class WorkerKillingReplayBuffer(ObservingReplayBuffer):
@@ -62,6 +79,24 @@ class WorkerKillingReplayBuffer(ObservingReplayBuffer):
         trainer = self.refill_fn.__self__
         status: dict[str, Any] = ray.get(trainer.llm_server_manager.global_load_balancer.get_status.remote())
         return status
+
+
+def _coordinator() -> Any:
+    names = [name for name in ray.util.list_named_actors() if name.startswith("makespan-coordinator/")]
+    return ray.get_actor(names[0])
+
+
+def _coordinator_status(wait_s: float = 0.0) -> dict[str, Any] | None:
+    """What the coordinator says of itself; None while there is none."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            status: dict[str, Any] = ray.get(_coordinator().status.remote(), timeout=10)
+            return status
+        except (IndexError, ValueError, ray.exceptions.RayError):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.2)
 
 
 def _rows(batch: Any) -> list[dict[str, Any]]:
