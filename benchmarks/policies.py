@@ -1,4 +1,4 @@
-"""The baselines of scheduling and admission, on the regimes of `makespan.rollout.simulation.regimes`.
+"""Scheduling and admission, `caas` and the baselines, on the regimes of `makespan.rollout.simulation.regimes`.
 
     python benchmarks/policies.py --quick --json -
     python benchmarks/policies.py --seeds 24 --sessions PATH --json policies.json
@@ -7,16 +7,20 @@ Everything runs in virtual time through the shipping engine, gates and policies.
 never binds and everything is admitted, which isolates the order of actions; and `memory`, with 840,000 tokens a replica
 and a fixed reference concurrency, where decoupling and admission matter. Makespans are compared batch by batch: each
 row is the mean change in percent, with its standard error, against first come, first served in `ample` and against
-`coupled` in `memory`. The coding regimes need recorded sessions, which are not shipped: without `--sessions` they are
-left out, and their bars hold nothing (`null`).
+`coupled` in `memory`. `caas` knows the last step's lengths, `caas-cold` nothing, `caas-prompts` earlier epochs of the
+same prompts, too. A *share* is a policy's gain over the oracle's; it is judged from `MIN_SEEDS` batches on. Batches run
+on all cores. The coding regimes need recorded sessions, which are not shipped: without `--sessions` they are left out,
+and their bars hold nothing (`null`).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -27,16 +31,23 @@ from makespan.rollout.simulation.batch import Hardware, Policies
 from makespan.rollout.simulation.coding import CODING
 from makespan.rollout.simulation.ladder import LADDER, Outcome, Paired, Rung, change_pct, climb, paired
 from makespan.rollout.simulation.regimes import SYNTHETIC
-from makespan.rollout.simulation.workload import knee_slots, workload
+from makespan.rollout.simulation.workload import Workload, knee_slots, workload
 
 FIRST_SEED = 100
 """Seeds below 10 are those that the knee is averaged over."""
 
 AMPLE = ReplicaHardware(kv_tokens=1 << 40)
 
-AMPLE_RUNGS = tuple(
-    Rung(name, "", lambda trace, hardware, name=name: Policies(scheduling=name))  # type: ignore[misc]
-    for name in ("fifo", "progress", "least-progress", "oracle")
+
+def _rung(name: str, policies: Policies) -> Rung:
+    return Rung(name, "", lambda trace, hardware: policies)
+
+
+AMPLE_RUNGS = (
+    *(_rung(name, Policies(scheduling=name)) for name in ("fifo", "progress", "least-progress", "oracle")),
+    _rung("caas-cold", Policies(scheduling="caas", order="forecast")),
+    _rung("caas", Policies(scheduling="caas", order="forecast", history="last-step")),
+    _rung("caas-prompts", Policies(scheduling="caas", order="forecast", history="prompts")),
 )
 SETTINGS: dict[str, tuple[ReplicaHardware, tuple[Rung, ...], str]] = {
     "ample": (AMPLE, AMPLE_RUNGS, "fifo"),
@@ -61,6 +72,28 @@ STUDY: dict[str, tuple[float, float, float]] = {
 }
 """What an earlier study of the same regimes measured with ample memory over 96 batches: first come, first served over
 the lower bound, and the change in percent with the most-progressed first and with the oracle."""
+
+CAAS_SHARES: dict[str, tuple[float, float | None]] = {
+    "coding-sessions": (0.38, 0.47),
+    "lognormal-1.5": (0.38, 0.46),
+    "lognormal-1-cap50": (0.36, None),
+    "swe": (0.35, None),
+    "lognormal-1": (0.32, 0.49),
+    "bfcl": (0.30, None),
+    "lognormal-0.5": (0.28, 0.44),
+    "lognormal-0.5-cap25": (0.28, None),
+    "search": (0.26, None),
+    "lognormal-1.5-cap100": (0.25, None),
+    "coding-segments": (0.18, None),
+    "bimodal": (0.10, None),
+}
+"""With ample memory: the least share of the oracle's gain that `caas` and `caas-prompts` are to have. Of sessions
+capped at 60 turns nothing is asked: the oracle itself gains next to nothing there."""
+MIN_SEEDS = 12
+"""A batch's change is noisy by ten points: a share over fewer batches says nothing."""
+
+HARM_PCT, HARM_BOUND_PCT = 1.0, 2.5
+"""In no regime may `caas` cost more in the mean, or in the upper end of its 95% interval."""
 
 PROGRESS_BARS = ("lognormal-0.5-cap25", "lognormal-1-cap50", "swe")
 BOUND_TOLERANCE = 0.12
@@ -109,6 +142,14 @@ class Job(msgspec.Struct, frozen=True):
     sessions: str | None
     policies: tuple[str, ...] | None = None
     """None: all of the setting."""
+    first_seed: int = FIRST_SEED
+
+    def rungs(self) -> tuple[Rung, ...]:
+        rungs = SETTINGS[self.setting][1]
+        return rungs if self.policies is None else tuple(rung for rung in rungs if rung.name in self.policies)
+
+    def work(self) -> Workload:
+        return workload(self.regime, sessions=None if self.sessions is None else Path(self.sessions))
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -123,13 +164,15 @@ class Done(msgspec.Struct, frozen=True):
 def run_job(job: Job) -> Done:
     """All policies of a setting on the batches of a regime."""
     began_s = time.monotonic()
-    replica, rungs, reference = SETTINGS[job.setting]
-    work = workload(job.regime, sessions=None if job.sessions is None else Path(job.sessions))
-    slots = knee_slots(work, replica.cost)
-    hardware = Hardware(replica=replica, slots=slots, max_context_tokens=work.max_context_tokens)
-    if job.policies is not None:
-        rungs = tuple(rung for rung in rungs if rung.name in job.policies)
-    outcomes = climb(work, hardware, range(FIRST_SEED, FIRST_SEED + job.seeds), rungs)
+    replica, _, reference = SETTINGS[job.setting]
+    rungs = job.rungs()
+    slots = knee_slots(job.work(), replica.cost)
+    outcomes: dict[str, list[Outcome]] = {rung.name: [] for rung in rungs}
+    parts = [(job, slots, seed) for seed in range(job.first_seed, job.first_seed + job.seeds)]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for batch in pool.map(run_batch, parts):
+            for name, outcome in batch.items():
+                outcomes[name].append(outcome)
     rows, over = [], []
     for rung in rungs:
         change = change_pct(outcomes[rung.name], outcomes[reference])
@@ -137,6 +180,14 @@ def run_job(job: Job) -> Done:
         ratio = _over_bound(outcomes[rung.name])
         over.append(OverBound(job.regime, job.setting, rung.name, ratio.mean, ratio.se, job.seeds))
     return Done(rows, over, slots, time.monotonic() - began_s)
+
+
+def run_batch(part: tuple[Job, int, int]) -> dict[str, Outcome]:
+    """All policies on one batch; the part of a job that a process takes."""
+    job, slots, seed = part
+    work = job.work()
+    hardware = Hardware(replica=SETTINGS[job.setting][0], slots=slots, max_context_tokens=work.max_context_tokens)
+    return {name: found[0] for name, found in climb(work, hardware, [seed], job.rungs()).items()}
 
 
 def _over_bound(outcomes: Sequence[Outcome]) -> Paired:
@@ -154,6 +205,19 @@ def bars(rows: Sequence[Row], over: Sequence[OverBound]) -> Iterator[Bar]:
     many = float("inf")
     for regime in PROGRESS_BARS:
         yield bar(f"{regime}, ample: progress at least +8%", changes.get((regime, "ample", "progress")), 8.0, many)
+    seeds = {row.regime: row.seeds for row in rows}
+    errors = {(row.regime, row.setting, row.policy): row.se_pct for row in rows}
+    for policy, column in (("caas", 0), ("caas-prompts", 1)):
+        for regime in STUDY:
+            change, error = changes.get((regime, "ample", policy)), errors.get((regime, "ample", policy))
+            yield bar(f"{regime}, ample: {policy} at most {HARM_PCT:+.1f}%", change, -many, HARM_PCT)
+            upper = None if change is None or error is None else change + 1.96 * error
+            yield bar(f"{regime}, ample: {policy} surely at most {HARM_BOUND_PCT:+.1f}%", upper, -many, HARM_BOUND_PCT)
+            least, gain = CAAS_SHARES.get(regime, (None, None))[column], changes.get((regime, "ample", "oracle"))
+            if least is not None:
+                share = None if change is None or not gain or seeds[regime] < MIN_SEEDS else change / gain
+                name = f"{regime}, ample: {policy} has at least {least:.0%} of the oracle's gain"
+                yield bar(name, share, least, many)
     for regime, (ratio, _, oracle_pct) in STUDY.items():
         low, high = ratio - BOUND_TOLERANCE, ratio + BOUND_TOLERANCE
         name = f"{regime}, ample: fifo over its lower bound within {low:.2f} … {high:.2f}"
@@ -176,12 +240,15 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     regimes = [*SYNTHETIC, *(CODING if options.sessions else ())]
     settings, seeds = options.settings.split(","), options.seeds
     if options.quick:
-        quick = [Job(regime, "ample", 2, None, ("fifo", "progress", "oracle")) for regime in QUICK_REGIMES]
+        quick = [Job(regime, "ample", 2, None, ("fifo", "progress", "oracle", "caas")) for regime in QUICK_REGIMES]
         ladder = ("coupled", "decoupled", "concurrency")
         return [*quick, Job("bfcl", "memory", 2, None, ladder), Job("swe", "memory", 1, None, ladder)]
     if options.regimes:
         regimes = options.regimes.split(",")
-    return [Job(regime, setting, seeds, options.sessions) for setting in settings for regime in regimes]
+    first, policies = options.first_seed, options.policies and tuple(options.policies.split(","))
+    return [
+        Job(regime, setting, seeds, options.sessions, policies, first) for setting in settings for regime in regimes
+    ]
 
 
 def main() -> int:
@@ -189,8 +256,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="four regimes and few batches: under 50 s")
     parser.add_argument("--seeds", type=int, default=24, help="batches a regime (default: 24)")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help=f"of the batches (default: {FIRST_SEED})")
     parser.add_argument("--settings", default="ample,memory", help="default: ample,memory")
     parser.add_argument("--regimes", help="only these, separated by commas")
+    parser.add_argument("--policies", help="only these, separated by commas; the reference must be among them")
     parser.add_argument("--sessions", metavar="PATH", help="recorded sessions for the coding regimes")
     parser.add_argument("--json", metavar="PATH", help="write rows and bars; - is standard output")
     options = parser.parse_args()
