@@ -34,6 +34,9 @@ from makespan.rollout.trajectory import Progress
 
 RERANK_DISPATCHES = 16
 RERANK_INTERVAL_S = 0.05
+PASS_SHARE = 0.05
+"""A pass takes milliseconds for hundreds of chains and a good part of a second for tens of thousands, in the process
+that also runs them."""
 
 HORIZON_SHARE = 0.7
 """`g`: a chain counts as a threat from 70% of the horizon on. At 1, threats are seen too late."""
@@ -95,7 +98,7 @@ class Coordinator:
         self.slots = dict(slots or {})
         self._horizon_share = horizon_share
         self._rerank_dispatches = rerank_dispatches
-        self._rerank_interval_s = rerank_interval_s
+        self._rerank_interval_s = self._pause_s = rerank_interval_s
         self._siblings = siblings
         self._prompt_history = prompt_history
         self.begin()
@@ -211,13 +214,17 @@ class Coordinator:
     def rekeys(self, now_s: float) -> dict[str, float]:
         """New keys for all actions that wait, if a pass is due; `now_s` is any steady clock."""
         due = self._news or self._dispatches >= self._rerank_dispatches
-        if not due or now_s - self._passed_s < self._rerank_interval_s:
+        if not due or now_s - self._passed_s < self._pause_s:
             return {}
         self._dispatches, self._news, self._passed_s = 0, False, now_s
         self._renew()
         waiting = np.flatnonzero(self._chains.waiting)
         keys, ids = -self._tardiness(waiting), self._chains.ids
         return {ids[number]: key for number, key in zip(waiting, keys.tolist(), strict=True)}
+
+    def pass_took(self, seconds: float) -> None:
+        """What the last pass cost: the next one is put off so that passes take at most `PASS_SHARE` of the time."""
+        self._pause_s = max(self._rerank_interval_s, seconds / PASS_SHARE)
 
     def outlook(self, trajectory_id: str) -> Outlook:
         """Why the trajectory's action has its key, by the forecast of the last pass."""

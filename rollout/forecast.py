@@ -17,6 +17,7 @@ to group `g`; column `k` to a chain that has made `k` steps.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import msgspec
@@ -34,6 +35,9 @@ PRIOR_WEIGHT = 2.0
 PRIOR_CORRELATION = 0.5
 """Of siblings' log lengths, until a step has measured it."""
 
+_ROWS = 128
+"""Rows that are worked on at a time: so many fit into a core's cache, which makes large tables several times faster."""
+
 NEVER = 1e-9
 """A survival below this says nothing of what follows: a chain that got there has one more step."""
 
@@ -46,12 +50,15 @@ class GroupModel(msgspec.Struct, frozen=True):
     correlation: float
 
 
+@functools.lru_cache(maxsize=16)
 def prior_mass(support: int) -> Floats:
     """The cold start's mass function over lengths 1 … `support`, shape (support,); the last entry has the tail."""
     edges = np.log(np.arange(1, support) + 0.5)
     scaled = (edges - math.log(PRIOR_MEDIAN_TURNS)) / PRIOR_DEVIATION
     below = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in scaled])
-    return np.diff(np.concatenate([[0.0], below, [1.0]]))
+    mass: Floats = np.diff(np.concatenate([[0.0], below, [1.0]]))
+    mass.flags.writeable = False  # everyone gets the same one
+    return mass
 
 
 def kaplan_meier(ended: Floats, censored: Floats, prior_weight: float = PRIOR_WEIGHT) -> Floats:
@@ -99,13 +106,22 @@ def reweighted(mass: Floats, model: GroupModel, weight: Floats, total: Floats) -
     shrink = 1.0 - r + weight * r
     mean = model.mean + r * (total - weight * model.mean) / shrink
     spread = (1.0 - r) * variance + r * (1.0 - r) * variance / shrink
+    # The log of the ratio is a polynomial in the log length; its constant goes with the scaling.
     logs = np.log(np.arange(1, len(mass) + 1))
-    exponent = -0.5 * (logs - mean[:, None]) ** 2 / spread[:, None] + 0.5 * (logs - model.mean) ** 2 / variance
-    # Only lengths with mass count, and the largest exponent becomes 0: a far row neither overflows nor vanishes.
-    exponent = np.where(mass > 0, exponent, -np.inf)
-    rows = mass * np.exp(exponent - exponent.max(axis=1, keepdims=True))
-    scaled: Floats = rows / rows.sum(axis=1, keepdims=True)
-    return scaled
+    linear = mean / spread - model.mean / variance
+    square = 0.5 / variance - 0.5 / spread
+    possible = mass > 0
+    rows = np.zeros((len(weight), len(mass)))
+    for begin in range(0, len(weight), _ROWS):
+        part = slice(begin, begin + _ROWS)
+        exponent = np.outer(linear[part], logs[possible]) + np.outer(square[part], logs[possible] ** 2)
+        # With the largest exponent at 0 a row neither overflows nor vanishes, however far its group is from the others.
+        exponent -= exponent.max(axis=1, keepdims=True)
+        chance = np.exp(exponent, out=exponent)
+        chance *= mass[possible]
+        chance /= chance.sum(axis=1, keepdims=True)
+        rows[part, possible] = chance
+    return rows
 
 
 class Tails:
@@ -119,9 +135,16 @@ class Tails:
         rows, support = mass.shape
         self.support = support
         self.survival = np.zeros((rows, support + 2))
-        self.survival[:, :support] = np.cumsum(mass[:, ::-1], axis=1)[:, ::-1]
         self.excess = np.zeros((rows, support + 2))
-        self.excess[:, :support] = np.cumsum(self.survival[:, support - 1 :: -1], axis=1)[:, ::-1]
+        for begin in range(0, rows, _ROWS):
+            part = slice(begin, begin + _ROWS)
+            survival, excess = self.survival[part, :support], self.excess[part, :support]
+            below = np.cumsum(mass[part], axis=1)
+            np.subtract(below[:, -1:], below[:, :-1], out=survival[:, 1:])
+            survival[:, 0] = below[:, -1]
+            lived = np.cumsum(survival, axis=1, out=below)
+            np.subtract(lived[:, -1:], lived[:, :-1], out=excess[:, 1:])
+            excess[:, 0] = lived[:, -1]
 
     def remaining(self, row: Ints, k: Ints) -> Floats:
         """Mean residual life in steps of chains that have made `k`: E[X - k | X > k]; one step beyond the support."""

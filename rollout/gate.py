@@ -220,17 +220,16 @@ class ActionGate(Generic[Ticket]):
     def rekey_all(self, keys: Iterable[tuple[Ticket, float]]) -> int:
         """Change many keys in one pass, O(n) for n waiting actions; gives how many of them were waiting."""
         changed = 0
-        touched: set[str] = set()
+        touched: dict[int, _Job[Ticket]] = {}
         for ticket, key in keys:
-            if math.isnan(key):
+            if key != key:
                 raise ValueError(f"the key of {ticket!r} is not a number")
             action = self._waiting.get(ticket)
             if action is not None:
                 action.key = key
-                touched.add(action.job.name)
+                touched[id(action.job)] = action.job
                 changed += 1
-        for name in touched:
-            queue = self._backlog[name]
+        for queue in touched.values():
             live = (action for action in queue.by_age if action.version >= 0)
             queue.by_key = [(action.key, action.arrival, action.version, action) for action in live]
             heapq.heapify(queue.by_key)

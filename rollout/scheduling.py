@@ -71,6 +71,10 @@ class ActionPolicy(Protocol):
         """New keys for the actions that wait, by trajectory; empty while the old ones stand."""
         ...
 
+    def pass_took(self, seconds: float) -> None:
+        """How long it took to make and to pass on the last new keys."""
+        ...
+
     def why(self, trajectory_id: str) -> Outlook | None:
         """What the key of the trajectory's action was made from; None for a policy that forecasts nothing."""
         ...
@@ -88,6 +92,8 @@ class ProgressKeys:
     def rekeys(self, now_s: float) -> dict[str, float]:
         return {}
 
+    def pass_took(self, seconds: float) -> None: ...
+
     def why(self, trajectory_id: str) -> Outlook | None:
         return None
 
@@ -103,6 +109,9 @@ class ChainAdvancing:
 
     def rekeys(self, now_s: float) -> dict[str, float]:
         return self._coordinator.rekeys(now_s)
+
+    def pass_took(self, seconds: float) -> None:
+        self._coordinator.pass_took(seconds)
 
     def why(self, trajectory_id: str) -> Outlook | None:
         return self._coordinator.outlook(trajectory_id)

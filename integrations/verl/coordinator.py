@@ -79,7 +79,10 @@ class SharedCoordinator:
         for state in states:
             self._observe(worker, mine, state)
         self._forget_the_silent(now_s)
-        for name, key in self._coordinator.rekeys(now_s).items():
+        keys = self._coordinator.rekeys(now_s)
+        if keys:
+            self._coordinator.pass_took(self._clock() - now_s)
+        for name, key in keys.items():
             owner = self._worker_of.get(name)
             if owner is not None:
                 self._keys.setdefault(owner, {})[name] = key

@@ -124,8 +124,8 @@ class ReplayEnvironments:
         self._plays = plays
         self.slots = dict(slots)
         self._job = job
-        self._start = GatedSlots(slots.get(START)) if shares_with is None else shares_with._start
-        self._step = GatedSlots(slots.get(STEP)) if shares_with is None else shares_with._step
+        self._start: GatedSlots = GatedSlots(slots.get(START)) if shares_with is None else shares_with._start
+        self._step: GatedSlots = GatedSlots(slots.get(STEP)) if shares_with is None else shares_with._step
 
     async def open(
         self, trajectory_id: str, task: Task, *, key: float, progress: Progress

@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 
 from makespan.rollout.admission import OversampleCut, make_admission
-from makespan.rollout.coordinator import Coordinator
+from makespan.rollout.coordinator import RERANK_DISPATCHES, RERANK_INTERVAL_S, Coordinator
 from makespan.rollout.engine import RolloutEngine
 from makespan.rollout.history import History
+from makespan.rollout.memory import LinearMemory
 from makespan.rollout.order import make_order
 from makespan.rollout.replay.agent import LengthConversation, TraceAgent
 from makespan.rollout.replay.environments import START, STEP, ReplayEnvironments
@@ -68,6 +69,8 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     """Who is admitted next."""
     history: str = "none"
     """What the forecast knows beforehand: `none`, `last-step`, or `prompts` (that, and earlier epochs)."""
+    rerank_dispatches: int = RERANK_DISPATCHES
+    """After how many actions a pass of the coordinator is due. At 1 passes do not wait for their interval either."""
     needed: int | None = None
     """Stop the batch when so many trajectories have finished (oversampling)."""
 
@@ -155,13 +158,22 @@ async def _simulate(
     policies, cost = job.policies, hardware.replica.cost
     replicas = {f"replica-{n}": SimulatedReplica(f"replica-{n}", hardware.replica) for n in range(hardware.replicas)}
     knows = remaining(plays, cost) if policies.scheduling == "oracle" else None
-    coordinator = Coordinator(job.history, slots={ENVIRONMENT: hardware.slots})
+    coordinator = Coordinator(
+        job.history,
+        slots={ENVIRONMENT: hardware.slots},
+        rerank_dispatches=policies.rerank_dispatches,
+        rerank_interval_s=0.0 if policies.rerank_dispatches == 1 else RERANK_INTERVAL_S,
+    )
     order = make_order(policies.order, coordinator, policies.concurrency)
+    overhead = hardware.replica.block_tokens - 1 + hardware.replica.state_tokens
+    memory = LinearMemory(capacity=hardware.replica.kv_tokens, sequence=overhead)
     with EventLog(job.log_path, "engine", loop.time, header=HEADER) as events:
         engine = RolloutEngine(
             replicas=replicas,
-            router=make_router(policies.routing, list(replicas), random.Random(job.seed)),
-            admission=make_admission(policies.admission, policies.concurrency, order),
+            router=make_router(policies.routing, list(replicas), random.Random(job.seed), memory=memory, cost=cost),
+            admission=make_admission(
+                policies.admission, policies.concurrency, order, memory=memory, replicas=hardware.replicas
+            ),
             environments=environments,
             agent=TraceAgent(plays),
             conversation=LengthConversation(hardware.max_context_tokens),
