@@ -16,12 +16,13 @@ import zmq
 
 from makespan.envs.broker import Broker
 from makespan.envs.config import BrokerConfig, ServerConfig
-from makespan.envs.metrics import metrics_endpoint
+from makespan.envs.metrics import families
 from makespan.envs.process import Announcer, on_signals, read_config, run_process, set_up_logging, watch_parent
 from makespan.envs.slots import SlotClasses
 from makespan.envs.sockets import RouterSocket, bind_router
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.telemetry.events import EventLog
+from makespan.rollout.telemetry.exposition import metrics_endpoint, render
 
 TICK_S = 0.05
 """How coarse deadlines and leases are."""
@@ -94,7 +95,7 @@ async def _metrics(server: ServerConfig, broker: Broker) -> AsyncIterator[str]:
     if server.metrics_port is None:
         yield ""
     else:
-        async with metrics_endpoint(server.host, server.metrics_port, broker.status) as url:
+        async with metrics_endpoint(server.host, server.metrics_port, lambda: render(families(broker.status()))) as url:
             yield url
 
 

@@ -18,6 +18,7 @@ BUNDLED: dict[str, str] = {
     "bfcl": "makespan.envs.bfcl.environment:BfclEnvironment",
     "counting": "makespan.envs.counting:CountingEnvironment",
     "counting_sync": "makespan.envs.counting:SyncCountingEnvironment",
+    "replay": "makespan.envs.replay:ReplayEnvironment",
 }
 """Name to `module:attribute`."""
 

@@ -15,7 +15,9 @@ from rich.console import Console
 
 from makespan import __version__
 from makespan.commands.ablate import add_ablate, run_ablate
+from makespan.commands.calibrate import add_calibrate, run_calibrate
 from makespan.commands.explain import add_explain, run_explain
+from makespan.commands.plan import add_plan, run_plan
 from makespan.commands.report import add_report, run_report
 from makespan.commands.simulate import add_simulate, run_simulate
 from makespan.rollout.errors import MakespanError
@@ -52,6 +54,11 @@ def parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="write the HTML report of a run, or of several side by side")
     add_report(report)
+
+    plan = commands.add_parser("plan", help="what a replica's memory holds, and how to set vLLM for a workload")
+    add_plan(plan)
+    _add_json(plan)
+    add_calibrate(commands.add_parser("calibrate", help="measure what prefill and decode cost on a real engine"))
 
     env = commands.add_parser("env", help="environment servers").add_subparsers(dest="env_command", required=True)
     serve = env.add_parser("serve", help="serve environments over ZeroMQ")
@@ -107,6 +114,10 @@ def _dispatch(options: argparse.Namespace) -> int:
         return run_explain(options, console)
     if options.command == "report":
         return run_report(options, console)
+    if options.command == "plan":
+        return run_plan(options, console)
+    if options.command == "calibrate":
+        return run_calibrate(options, console)
     if options.command == "env":
         from makespan.commands.env import serve, status, worker
 

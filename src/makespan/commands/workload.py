@@ -8,7 +8,9 @@ from pathlib import Path
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.replay.importers import FORMATS
 from makespan.rollout.replicas.simulated import ReplicaHardware
+from makespan.rollout.resources import calibration
 from makespan.rollout.simulation.batch import Hardware
+from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.regimes import CHAINS, GROUP_SIZE
 from makespan.rollout.simulation.workload import Workload, knee_slots, workload
 
@@ -28,6 +30,7 @@ def add_workload(command: argparse.ArgumentParser) -> None:
     memory = command.add_mutually_exclusive_group()
     memory.add_argument("--kv-tokens", type=int, default=840_000, help="memory of a replica (default: 840,000 tokens)")
     memory.add_argument("--ample", action="store_true", help="memory that never binds")
+    command.add_argument("--calibration", type=Path, metavar="PATH", help="costs of inference, from makespan calibrate")
     command.add_argument("--slots", type=int, help="environment slots (default: the knee, work over longest chain)")
     command.add_argument("--start-slots", type=int, help="environments that start at once (default: no bound)")
     command.add_argument("--max-context", type=int, help="cut contexts to so many tokens (regimes: 120,000)")
@@ -47,7 +50,8 @@ def resolve(options: argparse.Namespace) -> tuple[Workload, Hardware]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    replica = ReplicaHardware(kv_tokens=AMPLE_TOKENS if options.ample else options.kv_tokens)
+    cost = InferenceCost() if options.calibration is None else calibration.read(options.calibration).cost
+    replica = ReplicaHardware(kv_tokens=AMPLE_TOKENS if options.ample else options.kv_tokens, cost=cost)
     hardware = Hardware(
         replicas=options.replicas,
         replica=replica,

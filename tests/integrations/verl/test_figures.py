@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from makespan.integrations.verl.figures import TrajectoryFigures, step_metrics
+from makespan.integrations.verl.figures import TrajectoryFigures, slowest_table, step_metrics
 
 
 def test_a_step_is_summed_up_and_its_slowest_trajectory_is_parted() -> None:
@@ -37,3 +37,20 @@ def test_a_figure_that_one_trajectory_did_not_measure_is_left_out_and_not_zero()
 
 def test_no_trajectories_give_no_figures() -> None:
     assert step_metrics([]) == {}
+
+
+def test_the_slowest_are_named_with_the_phase_that_made_them_late() -> None:
+    usual = {"state": "finished", "generate_s": 8.0, "environment_s": 1.0}
+    trajectories = [
+        TrajectoryFigures(**usual, completion_s=9.0, turns=2),
+        TrajectoryFigures(**usual, completion_s=14.0, slot_queue_s=5.0, turns=3),
+        TrajectoryFigures(state="failed", failure="timeout", generate_s=9.5, completion_s=10.0),
+    ]
+    columns, rows = slowest_table(["a", "b", "c"], trajectories, step=4)
+    table = [dict(zip(columns, row, strict=True)) for row in rows]
+    assert [row["trajectory"] for row in table] == ["b", "c", "a"]
+    assert table[0]["why_late"] == "slot_queue_s 5.0, 5.0 beyond the median"
+    assert table[1]["why_late"] == "failed (timeout): generate_s 9.5, 1.5 beyond the median"
+    assert (table[0]["step"], table[0]["completion_s"], table[0]["other_s"]) == (4, 14.0, 0.0)
+    assert table[0]["cached_tokens"] is None
+    assert slowest_table([], [], step=4)[1] == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import types
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -76,6 +78,25 @@ def test_a_complete_step_is_returned_with_its_figures(queue: Queue) -> None:
     assert metrics["makespan/slowest/completion_s"] == 6.0
     assert metrics["makespan/groups/abandoned"] == metrics["makespan/trajectories/dropped"] == 0
     assert 0.0 <= metrics["makespan/makespan_s"] < DEADLINE_S
+
+
+def test_wandb_gets_the_step_axis_and_a_table_and_may_fail(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FailingRun:
+        asked: ClassVar[list[str]] = []
+
+        def __getattr__(self, name: str) -> Any:
+            self.asked.append(name)
+            raise RuntimeError("the service is gone")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(run=FailingRun(), Table=lambda **data: data))
+    queue.prompt("a", "finished")
+    queue.row("a_0_0")
+    queue.row("a_1_0")
+    sampler = _sampler()
+    batch, metrics = sampler.sample(7, "train", 1)
+    assert len(batch.keys) == 2
+    assert metrics["makespan/step"] == 7
+    assert FailingRun.asked == ["define_metric", "step"]
 
 
 def test_a_group_that_never_finishes_is_given_up_and_what_it_has_is_used(queue: Queue) -> None:

@@ -30,13 +30,11 @@ def wait_until_written(path: Path, timeout_s: float = 20.0) -> Path:
 
 def history(path: Path) -> list[dict[str, Any]]:
     """The rows that were logged, in order; nested keys are joined with `.`."""
-    rows = []
-    for record in _records(path):
-        if record.HasField("history"):
-            rows.append(
-                {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            )
-    return rows
+    return [
+        {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in _records(path)
+        if record.HasField("history")
+    ]
 
 
 def metrics(path: Path) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from makespan.rollout.simulation.batch import Hardware, Policies, simulate
+from makespan.cli import main
 from makespan.rollout.telemetry.merge import MergedLog, merge
 from tests.rollout.telemetry import logs
 
@@ -50,10 +50,7 @@ def merged(directory: Path, lines: list[dict[str, Any]], server: list[dict[str, 
     return merge(paths)
 
 
-def simulated(path: Path, regime: str, chains: int, group: int, **policies: Any) -> MergedLog:
-    """A simulated batch of a regime on two replicas and four slots."""
-    from makespan.rollout.simulation.regimes import REGIMES
-
-    batch = REGIMES[regime].batch(chains, group, seed=1)
-    simulate(batch, Hardware(replicas=2, slots=4), Policies(**policies), seed=1, log_path=path)
+def simulated(path: Path, regime: str, chains: int, *options: str) -> MergedLog:
+    """A simulated batch of a regime; `options` are those of `makespan simulate`."""
+    assert main(["simulate", regime, "--chains", str(chains), "--events", str(path), *options]) == 0
     return merge([path])
