@@ -1,0 +1,1 @@
+"""What a model's memory is spent on, and how many trajectories it carries."""

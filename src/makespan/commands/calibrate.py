@@ -1,0 +1,140 @@
+"""`makespan calibrate`: what prefill and decode cost on a real engine, for the plan and for the simulator."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from makespan.commands.output import check_output
+from makespan.rollout.errors import ConfigError
+from makespan.rollout.replicas.base import Request, Sampling
+from makespan.rollout.replicas.vllm import VllmReplica, visible_gpus
+from makespan.rollout.replicas.wire import HostConfig
+from makespan.rollout.resources.calibration import Calibration, Measured, Probe, calibrate, seconds
+
+REPETITIONS = 3
+
+Shape = tuple[int, int, int]
+
+FIT: tuple[Shape, ...] = ((1, 1, 1), (1, 4, 1), (1, 12, 1), (1, 1, 48), (1, 8, 48), (4, 2, 48), (8, 1, 48), (8, 6, 48))
+JUDGE: tuple[Shape, ...] = ((1, 2, 1), (1, 7, 1), (1, 4, 32), (2, 3, 64), (3, 5, 32), (6, 2, 32))
+"""Sequences, prompt (in `--unit-tokens`), generated tokens. The two sets share neither a prompt's length with the same
+concurrency nor, but for one sequence, a concurrency."""
+
+
+def add_calibrate(command: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    command.add_argument("model", help="embedded, smollm2 or a model's directory")
+    command.add_argument("--out", type=Path, default=Path("calibration.json"), help="default: calibration.json")
+    command.add_argument("--unit-tokens", type=int, default=256, help="prompts are 1 to 12 times this (default: 256)")
+    command.add_argument("--max-num-batched-tokens", type=int, default=2048, help="as in the run (default: 2048)")
+    command.add_argument(
+        "--kv-cache-gib", type=float, help="memory of the cache (default: 1 on a CPU, vLLM's on a GPU)"
+    )
+    command.add_argument(
+        "--start-timeout-s", type=float, default=600.0, help="for the engine to come up (default: 600)"
+    )
+
+
+def run_calibrate(options: argparse.Namespace, console: Console) -> int:
+    """Run the command; returns the exit code. Raises `MakespanError`."""
+    from makespan.integrations.models import resolve
+
+    check_output("--out", str(options.out))
+    if options.unit_tokens < 16:
+        raise ConfigError(f"--unit-tokens: prompts below 16 tokens measure nothing, not {options.unit_tokens}")
+    gpus = visible_gpus()
+    model = resolve(options.model)
+    gib = options.kv_cache_gib if options.kv_cache_gib is not None else (None if gpus else 1.0)
+    config = HostConfig(
+        model=str(model),
+        max_model_len=options.unit_tokens * 12 + 64,
+        max_num_seqs=8,
+        kv_cache_bytes=None if gib is None else int(gib * 2**30),
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        prefix_caching=False,
+        cores=() if gpus else tuple(sorted(os.sched_getaffinity(0))),
+        seed=0,
+        gpu=gpus[0] if gpus else None,
+    )
+    with tempfile.TemporaryDirectory(prefix="makespan-") as directory:
+        log = Path(directory) / "engine.log"
+        result = asyncio.run(_calibrate(options.model, config, options.unit_tokens, log, options.start_timeout_s))
+    options.out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    _show(console, result)
+    console.print(f"written to {options.out}; use it with --calibration {options.out}", soft_wrap=True)
+    return 0
+
+
+async def _calibrate(name: str, config: HostConfig, unit: int, log: Path, start_timeout_s: float) -> Calibration:
+    replica = await VllmReplica.start("calibrated", config, log, start_timeout_s)
+    try:
+        measured = await measure(replica, probes(FIT, unit) + probes(JUDGE, unit))
+    finally:
+        await replica.close()
+    fitted, judged = measured[: len(FIT)], measured[len(FIT) :]
+    machine = f"GPU {config.gpu}" if config.gpu is not None else f"{len(config.cores)} cores, {platform.machine()}"
+    return calibrate(name, machine, fitted, judged, config.max_num_batched_tokens)
+
+
+def probes(shapes: tuple[Shape, ...], unit_tokens: int) -> list[Probe]:
+    """The probes of a set, with prompts in units of `unit_tokens`."""
+    return [
+        Probe(sequences=sequences, prompt_tokens=prompt * unit_tokens, generated_tokens=generated)
+        for sequences, prompt, generated in shapes
+    ]
+
+
+async def measure(replica: VllmReplica, asked: list[Probe]) -> list[Measured]:
+    """Run all probes in each of `REPETITIONS` rounds, so that a disturbance hits each of them once; of each the
+    shortest time."""
+    rng = random.Random(0)
+    rounds = [[await _once(replica, probe, rng) for probe in asked] for _ in range(REPETITIONS)]
+    return [
+        Measured(probe=probe, seconds=min(times)) for probe, times in zip(asked, zip(*rounds, strict=True), strict=True)
+    ]
+
+
+async def _once(replica: VllmReplica, probe: Probe, rng: random.Random) -> float:
+    tokens = probe.generated_tokens
+    sampling = Sampling(max_tokens=tokens, min_tokens=tokens, temperature=0.0)
+    requests = [
+        Request(
+            request_id=f"probe-{rng.getrandbits(64):x}",
+            trajectory_id=f"probe-{index}",
+            turn=0,
+            prompt_ids=[rng.randrange(3, 400) for _ in range(probe.prompt_tokens)],
+            sampling=sampling,
+        )
+        for index in range(probe.sequences)
+    ]
+    began_s = time.monotonic()
+    await asyncio.gather(*(replica.generate(request) for request in requests))
+    return time.monotonic() - began_s
+
+
+def _show(console: Console, result: Calibration) -> None:
+    cost = result.cost
+    table = Table(show_header=False)
+    table.add_row("a step", f"{cost.step_s * 1e3:.3f} ms")
+    table.add_row("a sequence in a step", f"{cost.sequence_s * 1e3:.3f} ms")
+    table.add_row("a token of context read", f"{cost.context_s * 1e9:.1f} ns")
+    table.add_row("a prompt token computed", f"{cost.prefill_s * 1e6:.1f} µs")
+    table.add_row("error on other lengths and concurrencies", f"median {result.median_error:.1%}")
+    table.add_row("", f"largest {result.largest_error:.1%}")
+    console.print(table)
+    judged = Table("sequences", "prompt", "generated", "measured s", "predicted s", title="judged on")
+    for one in result.judged_on:
+        figures = (one.probe.sequences, one.probe.prompt_tokens, one.probe.generated_tokens)
+        judged.add_row(*(f"{x:,}" for x in figures), f"{one.seconds:.3f}", f"{seconds(one.probe, cost):.3f}")
+    console.print(judged)
