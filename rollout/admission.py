@@ -1,7 +1,8 @@
 """Who may start, and how many may run at once.
 
-Admission decides when a trajectory's first action begins; it says nothing of environment slots, which an action holds
-only while it runs (`gate.py`). The baseline is a fixed concurrency in order of arrival. A ticket is taken with
+Admission decides when a trajectory's first action begins, and when it may ask for its next inference; it says nothing
+of environment slots, which an action holds only while it runs (`gate.py`). The baseline is a fixed concurrency in order
+of arrival, which never takes back what it admitted; `parking.py` does. A ticket is taken with
 `async with admission.admit(trajectory_id):` and is given back on every way out, cancellation included.
 """
 
@@ -10,76 +11,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Protocol
 
-import msgspec
-
+from makespan.rollout.admission_policy import AdmissionPolicy, AdmissionStatistics, FixedConcurrency
 from makespan.rollout.errors import ConfigError, nearest
-from makespan.rollout.order import AdmissionOrder, ArrivalOrder
+from makespan.rollout.memory import ReplicaMemory
+from makespan.rollout.order import AdmissionOrder
+from makespan.rollout.parking import CacheCorrection, Parking
 from makespan.rollout.trajectory import TrajectoryResult, TrajectoryState
 
-
-class AdmissionStatistics(msgspec.Struct, frozen=True):
-    """A snapshot: how many trajectories hold a ticket, how many wait, and the most that may hold one."""
-
-    admitted: int
-    waiting: int
-    concurrency: int | None
-    """None: no limit."""
-
-
-class AdmissionPolicy(Protocol):
-    """The pure part: trajectory ids in, trajectory ids out."""
-
-    def submit(self, trajectory_id: str) -> None: ...
-
-    def start(self) -> list[str]:
-        """The trajectories that may start or go on now, in the order in which they do; they count as admitted from
-        here."""
-        ...
-
-    def reach(self, trajectory_id: str, context_tokens: int) -> bool:
-        """An admitted trajectory is about to ask for an inference with so much context: whether it may. If not it
-        waits until `start` names it."""
-        ...
-
-    def finish(self, trajectory_id: str) -> None:
-        """A trajectory is over or was withdrawn, whether it had started or not."""
-        ...
-
-    def statistics(self) -> AdmissionStatistics: ...
-
-
-class FixedConcurrency:
-    """At most `concurrency` trajectories run at once (None: all of them); they start in the given order."""
-
-    def __init__(self, concurrency: int | None, order: AdmissionOrder | None = None) -> None:
-        if concurrency is not None and concurrency < 1:
-            raise ConfigError(f"admission.concurrency must be at least 1 or null for no limit, not {concurrency}")
-        self._concurrency = concurrency
-        self._admitted: set[str] = set()
-        self._waiting = ArrivalOrder() if order is None else order
-
-    def submit(self, trajectory_id: str) -> None:
-        self._waiting.submit(trajectory_id)
-
-    def start(self) -> list[str]:
-        started = []
-        while len(self._waiting) and (self._concurrency is None or len(self._admitted) < self._concurrency):
-            trajectory_id = self._waiting.next()
-            self._admitted.add(trajectory_id)
-            started.append(trajectory_id)
-        return started
-
-    def reach(self, trajectory_id: str, context_tokens: int) -> bool:
-        return True
-
-    def finish(self, trajectory_id: str) -> None:
-        self._admitted.discard(trajectory_id)
-        self._waiting.withdraw(trajectory_id)
-
-    def statistics(self) -> AdmissionStatistics:
-        return AdmissionStatistics(len(self._admitted), len(self._waiting), self._concurrency)
+__all__ = [
+    "ADMISSION",
+    "PARKING",
+    "POLICIES",
+    "Admission",
+    "AdmissionPolicy",
+    "AdmissionStatistics",
+    "FixedConcurrency",
+    "OversampleCut",
+    "make_admission",
+]
 
 
 class Admission:
@@ -104,18 +54,26 @@ class Admission:
         finally:
             self.withdraw(trajectory_id)
 
-    async def resume(self, trajectory_id: str, context_tokens: int, on_park: Callable[[str], None]) -> float:
-        """Before each inference: wait while the trajectory is parked. Gives the seconds that it was."""
-        if self._policy.reach(trajectory_id, context_tokens):
-            self._grant()
-            return 0.0
-        on_park(trajectory_id)
-        loop = asyncio.get_running_loop()
-        parked_s = loop.time()
-        self._tickets[trajectory_id] = loop.create_future()
+    def reach(self, trajectory_id: str, context_tokens: int) -> bool:
+        """Before each inference: whether the trajectory may go on. If not, await `resume`."""
+        goes_on = self._policy.reach(trajectory_id, context_tokens)
+        if not goes_on:
+            self._tickets[trajectory_id] = asyncio.get_running_loop().create_future()
         self._grant()
+        return goes_on
+
+    async def resume(self, trajectory_id: str) -> None:
+        """Wait until a parked trajectory may go on. Cancelled meanwhile, it stays parked until `admit` ends."""
         await self._tickets[trajectory_id]
-        return loop.time() - parked_s
+
+    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
+        """Tell the policy what became of a cache; see `AdmissionPolicy.served`."""
+        self._policy.served(expected_tokens, cached_tokens, preemptions)
+
+    def resize(self, replicas: int) -> None:
+        """So many replicas are left, or are back."""
+        self._policy.resize(replicas)
+        self._grant()
 
     def enqueue(self, trajectory_ids: Iterable[str]) -> None:
         """Let trajectories wait before they ask with `admit`: all of a batch are known before the first one starts.
@@ -190,14 +148,34 @@ ADMISSION: dict[str, Callable[[int | None, AdmissionOrder | None], AdmissionPoli
     "everything": _everything,
     "coupled": _coupled,
 }
-"""Admission policies by the name that a configuration uses."""
+"""Admission policies that know nothing of memory, by the name that a configuration uses."""
+
+PARKING = "parking"
+POLICIES = (*ADMISSION, PARKING)
+"""All admission policies by name."""
 
 
-def make_admission(name: str, concurrency: int | None, order: AdmissionOrder | None = None) -> Admission:
+def make_admission(
+    name: str,
+    concurrency: int | None,
+    order: AdmissionOrder | None = None,
+    *,
+    memory: ReplicaMemory | None = None,
+    replicas: int = 1,
+) -> Admission:
     """The shell around the policy of this name; trajectories start in `order`, by default in that of their arrival.
 
-    Raises `ConfigError` for an unknown name.
+    Args:
+        memory, replicas: one replica's memory and how many there are, for `parking`.
+
+    Raises `ConfigError` for an unknown name, and for parking without a memory.
     """
+    if name == PARKING:
+        if memory is None:
+            raise ConfigError(
+                "admission.policy: 'parking' has to know the replicas' memory, and this back end does not say"
+            )
+        return Admission(Parking(concurrency, order, memory=memory, replicas=replicas, correction=CacheCorrection()))
     if name not in ADMISSION:
-        raise ConfigError(f"admission.policy: unknown policy {name!r}{nearest(name, ADMISSION)}")
+        raise ConfigError(f"admission.policy: unknown policy {name!r}{nearest(name, POLICIES)}")
     return Admission(ADMISSION[name](concurrency, order))

@@ -45,12 +45,14 @@ class Agent(Protocol):
     def reply(self, trajectory: Trajectory, completion: Completion) -> Reply: ...
 
 
-class ModelAgent:
-    """The model speaks for itself.
+def turn_seed(seed: int, trajectory: Trajectory) -> int:
+    """The seed of a trajectory's next turn, made of the run's seed, the trajectory and the turn, so that what is
+    sampled does not depend on which requests happen to share an engine step."""
+    return zlib.crc32(f"{seed}/{trajectory.trajectory_id}/{len(trajectory.turns)}".encode())
 
-    Each turn has a seed of its own, made of the run's seed, the trajectory and the turn, so that what is sampled does
-    not depend on which requests happen to share an engine step.
-    """
+
+class ModelAgent:
+    """The model speaks for itself, each turn with a seed of its own."""
 
     source: ActionSource = "model"
 
@@ -69,11 +71,10 @@ class ModelAgent:
     def sampling(self, trajectory: Trajectory, room_tokens: int) -> Sampling | None:
         if room_tokens < 1:
             return None
-        words = f"{self._seed}/{trajectory.trajectory_id}/{len(trajectory.turns)}".encode()
         return msgspec.structs.replace(
             self._sampling,
             max_tokens=min(self._sampling.max_tokens, room_tokens),
-            seed=zlib.crc32(words),
+            seed=turn_seed(self._seed, trajectory),
         )
 
     def reply(self, trajectory: Trajectory, completion: Completion) -> Reply:

@@ -86,15 +86,18 @@ class SamplingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class AdmissionConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    policy: str = "fixed"
+    policy: str = "parking"
+    """`parking` (as many at work as fit into the replicas' memory), or a baseline: `fixed` (a number alone),
+    `everything`, `coupled`."""
     concurrency: Count | None = 16
-    """Trajectories that run at once; null admits all of them."""
+    """Trajectories that run at once at most; null: as many as there are, or as fit."""
     order: str = "forecast"
     """Who starts next: `forecast` (what the coordinator expects to take longest) or `arrival`."""
 
 
 class RoutingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    policy: str = "sticky-least-inflight"
+    policy: str = "cost"
+    """Which replica serves a turn: `cost`, or the baseline `sticky-least-inflight`."""
 
 
 class SchedulingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

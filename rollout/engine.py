@@ -185,7 +185,7 @@ class RolloutEngine:
                     if self._limits.trajectory_timeout_s is not None:
                         now = asyncio.get_running_loop().time()
                         deadline.reschedule(now + self._limits.trajectory_timeout_s)
-                    await self._runner.run(trajectory)
+                    await self._runner.run(trajectory, deadline)
         except EnvironmentFailure as failure:
             _end_early(trajectory, TrajectoryState.FAILED, failure.kind, str(failure))
         except MakespanError as failure:

@@ -33,3 +33,18 @@ class LinearMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     def held(self, context_tokens: int) -> int:
         return self.sequence + self.token * context_tokens
+
+
+class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's memory: blocks of `block_tokens` tokens, `attention` of them at once, and blocks for recurrent states."""
+
+    capacity: int
+    """Blocks, the null block left out."""
+    block_tokens: int
+    attention: int = 1
+    """Groups of attention layers: each has its own blocks for the same tokens."""
+    states: int = 0
+    """Blocks of one sequence's recurrent states at their peak."""
+
+    def held(self, context_tokens: int) -> int:
+        return self.attention * -(-context_tokens // self.block_tokens) + self.states

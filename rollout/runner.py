@@ -26,6 +26,7 @@ from makespan.rollout.environment import (
     StepResult,
 )
 from makespan.rollout.errors import ReplicaFailure
+from makespan.rollout.priority import request_priority
 from makespan.rollout.replicas.base import Completion, Replica, Request, Sampling
 from makespan.rollout.routing import Router, RouteRequest, Served
 from makespan.rollout.scheduling import ActionPolicy
@@ -91,12 +92,15 @@ class TrajectoryRunner:
         self._limits = limits
         self._events = events
 
-    async def run(self, trajectory: Trajectory) -> None:
-        """Attempt the task, and again from its reset when the environment lost the session and restarts are left."""
+    async def run(self, trajectory: Trajectory, deadline: asyncio.Timeout) -> None:
+        """Attempt the task, and again from its reset when the environment lost the session and restarts are left.
+
+        `deadline` is moved on by the time that the trajectory is parked.
+        """
         started_s = asyncio.get_running_loop().time()
         while True:
             try:
-                await self._attempt(trajectory, started_s)
+                await self._attempt(trajectory, started_s, deadline)
             except EnvironmentFailure as failure:
                 lost = failure.kind in LOST_SESSION and trajectory.state not in TERMINAL
                 if not lost or trajectory.restarts >= self._limits.restarts:
@@ -112,11 +116,11 @@ class TrajectoryRunner:
             else:
                 return
 
-    async def _attempt(self, trajectory: Trajectory, started_s: float) -> None:
+    async def _attempt(self, trajectory: Trajectory, started_s: float, deadline: asyncio.Timeout) -> None:
         session = await self._reset(trajectory, started_s)
         try:
             while trajectory.state not in TERMINAL:
-                await self._turn(trajectory, session, started_s)
+                await self._turn(trajectory, session, started_s, deadline)
         finally:
             await session.close()
 
@@ -143,7 +147,9 @@ class TrajectoryRunner:
             raise
         return session
 
-    async def _turn(self, trajectory: Trajectory, session: Session, started_s: float) -> None:
+    async def _turn(
+        self, trajectory: Trajectory, session: Session, started_s: float, deadline: asyncio.Timeout
+    ) -> None:
         trajectory.enter(TrajectoryState.GENERATING)
         turn = len(trajectory.turns)
         room_tokens = self._limits.max_context_tokens - len(trajectory.context_ids)
@@ -156,8 +162,10 @@ class TrajectoryRunner:
             trajectory.end(TrajectoryState.TRUNCATED, Failure("context", message))
             return
         prompt_tokens = len(trajectory.context_ids)
-        await self._admission.resume(trajectory.trajectory_id, prompt_tokens, self._router.pause)
+        parked = await self._pass_boundary(trajectory, deadline)
         replica_id, completion = await self._generate(trajectory, turn, sampling)
+        if not parked:
+            self._note_cache(trajectory, replica_id, completion)
         reply = self._agent.reply(trajectory, completion)
         _count_computed(trajectory, completion, reply)
         trajectory.append(Segment(reply.token_ids, generated=True, logprobs=reply.logprobs))
@@ -186,6 +194,33 @@ class TrajectoryRunner:
             ids = self._conversation.extension(reply.token_ids, result.observation.messages)
             trajectory.append(Segment(ids, generated=False))
 
+    async def _pass_boundary(self, trajectory: Trajectory, deadline: asyncio.Timeout) -> bool:
+        """Wait while the trajectory is parked, which is not its own time; gives whether it was."""
+        prompt_tokens = len(trajectory.context_ids)
+        if self._admission.reach(trajectory.trajectory_id, prompt_tokens):
+            return False
+        self._router.pause(trajectory.trajectory_id)
+        loop, due_s = asyncio.get_running_loop(), deadline.when()
+        start_s = loop.time()
+        deadline.reschedule(None)
+        await self._admission.resume(trajectory.trajectory_id)
+        if due_s is not None:
+            deadline.reschedule(due_s + loop.time() - start_s)
+        self._events.emit(
+            "parked",
+            trajectory.trajectory_id,
+            turn=len(trajectory.turns),
+            start_s=start_s,
+            prompt_tokens=prompt_tokens,
+        )
+        return True
+
+    def _note_cache(self, trajectory: Trajectory, replica_id: str, completion: Completion) -> None:
+        """Tell admission what a returning turn found of its cache, where its replica had one and says."""
+        if trajectory.turns and trajectory.turns[-1].replica_id == replica_id and completion.cached_tokens is not None:
+            expected_tokens = min(trajectory.computed_tokens, len(trajectory.context_ids))
+            self._admission.served(expected_tokens, completion.cached_tokens, completion.preemptions or 0)
+
     async def _generate(self, trajectory: Trajectory, turn: int, sampling: Sampling) -> tuple[str, Completion]:
         """One inference; a replica that died is removed and another one is asked."""
         attempt = 0
@@ -206,6 +241,7 @@ class TrajectoryRunner:
                 turn=turn,
                 prompt_ids=trajectory.context_ids,
                 sampling=sampling,
+                priority=self._priority(trajectory.trajectory_id, turn),
             )
             try:
                 completion = await self._replicas[replica_id].generate(request)
@@ -213,11 +249,14 @@ class TrajectoryRunner:
                     context_tokens=len(trajectory.context_ids) + len(completion.token_ids),
                     cached_tokens=completion.cached_tokens,
                     seconds=asyncio.get_running_loop().time() - start_s,
+                    prefill_s=completion.prefill_s,
+                    decode_s=completion.decode_s,
                 )
             except ReplicaFailure as failure:
                 if not failure.retryable:
                     raise
                 self._router.remove([replica_id])
+                self._admission.resize(len(self._router.in_flight()))
                 self._events.emit(
                     "replica_lost", trajectory.trajectory_id, replica=replica_id, turn=turn, message=str(failure)
                 )
@@ -248,11 +287,18 @@ class TrajectoryRunner:
         self._rekey()
         return result
 
+    def _priority(self, trajectory_id: str, turn: int) -> int:
+        why = self._scheduling.why(trajectory_id) if turn else None
+        return request_priority(turn, why is not None and why.slack_s < 0)
+
     def _rekey(self) -> None:
         """Give the waiting actions the keys of a new pass, if one was due."""
-        keys = self._scheduling.rekeys(asyncio.get_running_loop().time())
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        keys = self._scheduling.rekeys(began_s)
         if keys:
             self._environments.rekey(keys)
+            self._scheduling.pass_took(loop.time() - began_s)
             if self._events.writes:
                 entries.rekeyed(self._events, keys, self._scheduling.why)
 

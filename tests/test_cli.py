@@ -57,7 +57,7 @@ def test_an_unknown_setting_is_answered_with_the_nearest_one(capsys, config):
         ("environment.slots.step=0", "environment.slots.step: at least 1 slot is needed, not 0"),
         ("replicas.count=0", "replicas.count: Expected `int` >= 1 (seen: 0)"),
         ("tasks=100000", "200"),
-        ("routing.policy=magic", "routing.policy: unknown policy 'magic' (known: sticky-least-inflight)"),
+        ("routing.policy=magic", "routing.policy: unknown policy 'magic' (known: cost, sticky-least-inflight)"),
         ("scheduling.policy=fifoo", "scheduling.policy: unknown policy 'fifoo' (did you mean 'fifo'?)"),
         ("admission.policy=fixd", "admission.policy: unknown policy 'fixd' (did you mean 'fixed'?)"),
         ("environment.category=multi_turn_bass", "environment.category: 'multi_turn_bass' is not a category of bfcl"),

@@ -1,14 +1,14 @@
-"""The agent and the conversation of a replay in lengths: every turn generates as many tokens as the recorded one did.
+"""The agent of a replay, and the conversation of one in lengths: a turn generates as many tokens as the recorded one.
 
-Messages carry no text but the number of tokens that they stand for, so that the engine, which only passes them on,
-needs not know that it replays.
+In a replay in lengths messages carry no text but the number of tokens that they stand for, so that the engine, which
+only passes them on, needs not know that it replays. (`content.py` has the conversation of a replay in tokens.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from makespan.rollout.agent import ActionSource, Reply
+from makespan.rollout.agent import ActionSource, Reply, turn_seed
 from makespan.rollout.environment import EnvironmentFailure, Message
 from makespan.rollout.replay.plan import Plays
 from makespan.rollout.replicas.base import Completion, Sampling
@@ -45,12 +45,18 @@ class LengthConversation:
 
 
 class TraceAgent:
-    """Generates what was recorded, token for token in number."""
+    """Generates what was recorded, token for token in number.
+
+    Args:
+        plays: what each trajectory plays.
+        seed: sample with it, each turn with a seed of its own, so that siblings go different ways; None: greedily.
+    """
 
     source: ActionSource = "trace"
 
-    def __init__(self, plays: Plays) -> None:
+    def __init__(self, plays: Plays, *, seed: int | None = None) -> None:
         self._plays = plays
+        self._seed = seed
 
     def sampling(self, trajectory: Trajectory, room_tokens: int) -> Sampling:
         """The recorded length, whatever the room: a recorded turn did fit."""
@@ -58,7 +64,9 @@ class TraceAgent:
         if turn >= len(turns):
             raise EnvironmentFailure("protocol", f"the recording has {len(turns)} turns, and one more was asked for")
         tokens = turns[turn].generated_tokens
-        return Sampling(max_tokens=tokens, min_tokens=tokens, temperature=0.0)
+        if self._seed is None:
+            return Sampling(max_tokens=tokens, min_tokens=tokens, temperature=0.0)
+        return Sampling(max_tokens=tokens, min_tokens=tokens, seed=turn_seed(self._seed, trajectory))
 
     def reply(self, trajectory: Trajectory, completion: Completion) -> Reply:
         return Reply("", completion.token_ids, completion.logprobs)

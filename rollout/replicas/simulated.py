@@ -7,10 +7,11 @@ O(log n), whatever the number of tokens.
 
 Memory holds `kv_tokens`. A sequence holds its context while it runs. When its turn is over, its cache stays, the least
 recently used first in line to be overwritten, whole: without its recurrent state a hybrid model's prefix is of no use.
-Requests start in the order of priority and arrival, as soon as their whole prompt fits. When the running ones outgrow
-the memory and no waiting cache is left to overwrite, the newest loses its place: it starts again later, and computes
-everything anew. What a trajectory has left behind on this replica stays until it is overwritten, as the replica
-cannot know that it will not come back.
+Requests start in the order of priority and arrival, when the next chunk has room for some of their prompt and the
+memory for all of it: until then they hold nothing, as in vLLM, and what is urgent need not wait for a long prompt that
+has not begun. When the running ones outgrow the memory and no waiting cache is left to overwrite, the newest loses its
+place: it starts again later, and computes everything anew. What a trajectory has left behind on this replica stays
+until it is overwritten, as the replica cannot know that it will not come back.
 
 Prefixes that different trajectories share (a group's prompt) are not reused here: each computes its own.
 """
@@ -289,7 +290,8 @@ class SimulatedReplica:
         return True
 
     def _start_waiting(self, now_s: float) -> None:
-        while self._waiting and len(self._running) < self._hardware.max_sequences:
+        budget = self._cost.chunk_tokens - sum(sequence.prefill_left for sequence in self._prefilling)
+        while budget > 0 and self._waiting and len(self._running) < self._hardware.max_sequences:
             sequence = self._waiting[0][2]
             if sequence.aborted:
                 heapq.heappop(self._waiting)
@@ -303,6 +305,7 @@ class SimulatedReplica:
             self._held += tokens - 1
             self._running[sequence] = None
             sequence.prefill_left = sequence.context - hit_tokens
+            budget -= sequence.prefill_left
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = hit_tokens
             if sequence.prefill_from_s is None:

@@ -116,6 +116,7 @@ def engine_arguments(config: HostConfig) -> Any:
         "seed": config.seed,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "disable_log_stats": False,
+        "scheduling_policy": "priority",  # with equal priorities the order of arrival, as without it
     }
     if config.num_blocks is not None:
         arguments["num_gpu_blocks_override"] = config.num_blocks

@@ -18,6 +18,7 @@ from makespan.commands.ablate import add_ablate, run_ablate
 from makespan.commands.calibrate import add_calibrate, run_calibrate
 from makespan.commands.explain import add_explain, run_explain
 from makespan.commands.plan import add_plan, run_plan
+from makespan.commands.replay import add_replay, run_replay
 from makespan.commands.report import add_report, run_report
 from makespan.commands.simulate import add_simulate, run_simulate
 from makespan.rollout.errors import MakespanError
@@ -44,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help="run a batch in virtual time, through the policies that run live")
     add_simulate(simulate)
     _add_json(simulate)
+    replay = commands.add_parser("replay", help="run a recorded batch again on real replicas and environment slots")
+    add_replay(replay)
+    _add_json(replay)
     ablate = commands.add_parser("ablate", help="compare policies on the same batches")
     add_ablate(ablate)
     _add_json(ablate)
@@ -108,6 +112,8 @@ def _dispatch(options: argparse.Namespace) -> int:
         return doctor(console, options.json, options.generate)
     if options.command == "simulate":
         return run_simulate(options, console)
+    if options.command == "replay":
+        return run_replay(options, console)
     if options.command == "ablate":
         return run_ablate(options, console)
     if options.command == "explain":

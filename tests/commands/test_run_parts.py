@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from makespan.commands import run
+from makespan.commands import hosts
 from makespan.rollout.config import ReplicasConfig, RunConfig
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.replicas import vllm
@@ -18,19 +18,19 @@ def config(count: int) -> RunConfig:
 
 
 def test_without_gpus_each_replica_has_cores(monkeypatch):
-    monkeypatch.setattr(run, "visible_gpus", list)
-    hosts = run.host_configs(config(2), Path("model"))
-    assert [host.gpu for host in hosts.values()] == [None, None]
-    assert all(host.cores for host in hosts.values())
-    assert {host.kv_cache_bytes for host in hosts.values()} == {2**30}
+    monkeypatch.setattr(hosts, "visible_gpus", list)
+    made = hosts.host_configs(config(2), Path("model"))
+    assert [host.gpu for host in made.values()] == [None, None]
+    assert all(host.cores for host in made.values())
+    assert {host.kv_cache_bytes for host in made.values()} == {2**30}
 
 
 def test_with_gpus_each_replica_has_one_of_its_own(monkeypatch):
-    monkeypatch.setattr(run, "visible_gpus", lambda: ["2", "5", "7"])
-    hosts = run.host_configs(config(2), Path("model"))
-    assert [(host.gpu, host.cores) for host in hosts.values()] == [("2", ()), ("5", ())]
+    monkeypatch.setattr(hosts, "visible_gpus", lambda: ["2", "5", "7"])
+    made = hosts.host_configs(config(2), Path("model"))
+    assert [(host.gpu, host.cores) for host in made.values()] == [("2", ()), ("5", ())]
     with pytest.raises(ConfigError, match=r"replicas.count is 4, and 3 GPUs are visible: --set replicas.count=3"):
-        run.host_configs(config(4), Path("model"))
+        hosts.host_configs(config(4), Path("model"))
 
 
 @pytest.mark.parametrize(

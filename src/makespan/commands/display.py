@@ -82,6 +82,12 @@ def show_summary(console: Console, summary: Summary) -> None:
         console.print(f"note: {note}", soft_wrap=True)
 
 
+_REWARD_OF = {
+    "script": "reward (scripted actions: says nothing of the model)",
+    "trace": "reward (the recording's)",
+}
+
+
 def _rows(summary: Summary) -> list[tuple[str, str]]:
     phases, tokens, counts = summary.phases_s, summary.tokens, summary.trajectories
     inference = [phases.prefill, phases.decode]
@@ -136,7 +142,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         longest = sorted((name for name in parts if name not in ("total", "inference")), key=lambda name: -parts[name])
         where = ", ".join(f"{name.replace('_', ' ')} {parts[name]:.1f} s" for name in longest[:3])
         rows.append(("last to end", f"{chain.trajectory_id}: {where}"))
-    label = "reward (scripted actions: says nothing of the model)" if summary.reward.source == "script" else "reward"
+    label = _REWARD_OF.get(summary.reward.source, "reward")
     rows.append((label, _figure(summary.reward.mean, digits=3)))
     if summary.reward.source == "model":
         rows += [(f"  {task}", f"{value:.3f}") for task, value in summary.reward.by_task.items()][:16]

@@ -12,17 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from makespan.commands.output import check_output, write_json
+from makespan.commands.policies import add_policies
 from makespan.commands.workload import add_workload, describe, resolve
-from makespan.rollout.admission import ADMISSION
+from makespan.rollout.admission import PARKING
 from makespan.rollout.errors import ConfigError
-from makespan.rollout.order import ORDERS
 from makespan.rollout.replay.recorder import Recorder
 from makespan.rollout.replay.trace import Trace
-from makespan.rollout.routing import ROUTERS
-from makespan.rollout.scheduling import POLICIES
 from makespan.rollout.simulation.batch import Policies, simulate
 from makespan.rollout.simulation.ladder import oversampling
-from makespan.rollout.simulation.workload import HISTORIES, known_before
+from makespan.rollout.simulation.workload import HISTORIES, known_before, reference_concurrency
 from makespan.rollout.telemetry.analysis import BatchAnalysis, analyse
 from makespan.rollout.telemetry.merge import merge
 from makespan.rollout.telemetry.report import reported, write_report
@@ -34,11 +32,7 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_workload(command)
     command.add_argument("--seed", type=int, default=0, help="of the batch and of every tie (default: 0)")
-    command.add_argument("--admission", default="everything", help=f"{', '.join(ADMISSION)} (default: everything)")
-    command.add_argument("--concurrency", type=int, help="trajectories at once, for `fixed` (for `coupled`: the slots)")
-    command.add_argument("--routing", default="sticky-least-inflight", help=", ".join(ROUTERS))
-    command.add_argument("--scheduling", default="fifo", help=f"{', '.join(POLICIES)} (default: fifo)")
-    command.add_argument("--order", default="arrival", help=f"who starts next: {', '.join(ORDERS)} (default: arrival)")
+    add_policies(command)
     command.add_argument(
         "--history", default="none", help=f"what the forecast knows beforehand: {', '.join(HISTORIES)} (default: none)"
     )
@@ -58,6 +52,8 @@ def run_simulate(options: argparse.Namespace, console: Console) -> int:
     concurrency = options.concurrency
     if options.admission == "coupled" and concurrency is None:
         concurrency = hardware.slots
+    if options.admission == PARKING and concurrency is None:
+        concurrency = reference_concurrency(work.batch(options.seed), hardware)
     policies = Policies(
         admission=options.admission,
         concurrency=concurrency,

@@ -187,7 +187,7 @@ class Stepped:
             self.cached.pop(0)
 
     def start(self) -> None:
-        while self.waiting and len(self.running) < self.hardware.max_sequences:
+        while self.waiting and self.room_in_chunk() and len(self.running) < self.hardware.max_sequences:
             first = min(self.waiting, key=lambda sequence: sequence["number"])
             if self.held() + first["context"] + 1 > self.hardware.kv_tokens:
                 return
@@ -201,6 +201,9 @@ class Stepped:
             if first["hit"] is None:
                 first["hit"] = hit
             self.running.append(first)
+
+    def room_in_chunk(self) -> bool:
+        return sum(sequence["left"] for sequence in self.running) < self.hardware.cost.chunk_tokens
 
     def make_room(self) -> None:
         while self.held() + len(self.running) > self.hardware.kv_tokens:

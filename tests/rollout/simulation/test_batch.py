@@ -172,7 +172,7 @@ def test_memory_that_binds_is_seen_in_recomputation():
     work = random_trace(5, 40)
     _, ample = measured(work, Hardware(slots=4, replicas=1, replica=AMPLE), Policies(), seed=0)
     _, scarce = measured(
-        work, Hardware(slots=4, replicas=1, replica=ReplicaHardware(kv_tokens=5000)), Policies(), seed=0
+        work, Hardware(slots=4, replicas=1, replica=ReplicaHardware(kv_tokens=3000)), Policies(), seed=0
     )
     assert ample.tokens.recomputed == 0
     assert scarce.tokens.recomputed > 10_000

@@ -36,7 +36,7 @@ def test_a_change_is_taken_batch_by_batch():
 def test_the_knee_is_the_work_over_the_longest_chain():
     nothing = InferenceCost(step_s=1e-12, sequence_s=0.0, context_s=0.0, prefill_s=0.0)
     batch = trace(*(chain(f"c{number}", [10.0] * 4) for number in range(6)))
-    work = Workload("by hand", lambda seed: batch, False, None)
+    work = Workload("by hand", lambda seed: batch, None, False, None)
     assert knee_slots(work, nothing) == 6
 
 

@@ -1,0 +1,96 @@
+"""What admission asks of a policy, and the policy that goes by a number alone.
+
+A policy is pure: trajectory ids in, trajectory ids out. It reads no clock and waits for nothing; `admission.py` is the
+shell in which trajectories wait, and an actor that serves many processes can be another.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from makespan.rollout.errors import ConfigError
+from makespan.rollout.order import AdmissionOrder, ArrivalOrder
+
+
+class AdmissionStatistics(msgspec.Struct, frozen=True):
+    """A snapshot: how many trajectories hold a ticket, how many wait, and the most that may hold one."""
+
+    admitted: int
+    waiting: int
+    concurrency: int | None
+    """None: no limit."""
+    parked: int = 0
+    """Admitted trajectories that wait to go on."""
+
+
+class AdmissionPolicy(Protocol):
+    """The pure part: trajectory ids in, trajectory ids out."""
+
+    def submit(self, trajectory_id: str) -> None: ...
+
+    def start(self) -> list[str]:
+        """The trajectories that may start or go on now, in the order in which they do; they count as admitted from
+        here."""
+        ...
+
+    def reach(self, trajectory_id: str, context_tokens: int) -> bool:
+        """An admitted trajectory is about to ask for an inference with so long a prompt: whether it may.
+
+        If not it is parked until `start` names it.
+        """
+        ...
+
+    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
+        """A turn came back to the replica that had served its last one.
+
+        `expected_tokens` of its prompt were cached there when that one ended, `cached_tokens` still were.
+        """
+        ...
+
+    def resize(self, replicas: int) -> None:
+        """So many replicas are left, or are back."""
+        ...
+
+    def finish(self, trajectory_id: str) -> None:
+        """A trajectory is over or was withdrawn, whether it had started or not."""
+        ...
+
+    def statistics(self) -> AdmissionStatistics: ...
+
+
+class FixedConcurrency:
+    """At most `concurrency` trajectories run at once (None: all of them); they start in the given order."""
+
+    def __init__(self, concurrency: int | None, order: AdmissionOrder | None = None) -> None:
+        if concurrency is not None and concurrency < 1:
+            raise ConfigError(f"admission.concurrency must be at least 1 or null for no limit, not {concurrency}")
+        self._concurrency = concurrency
+        self._admitted: set[str] = set()
+        self._waiting = ArrivalOrder() if order is None else order
+
+    def submit(self, trajectory_id: str) -> None:
+        self._waiting.submit(trajectory_id)
+
+    def start(self) -> list[str]:
+        started = []
+        while len(self._waiting) and (self._concurrency is None or len(self._admitted) < self._concurrency):
+            trajectory_id = self._waiting.next()
+            self._admitted.add(trajectory_id)
+            started.append(trajectory_id)
+        return started
+
+    def reach(self, trajectory_id: str, context_tokens: int) -> bool:
+        return True
+
+    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None: ...
+
+    def resize(self, replicas: int) -> None: ...
+
+    def finish(self, trajectory_id: str) -> None:
+        self._admitted.discard(trajectory_id)
+        self._waiting.withdraw(trajectory_id)
+
+    def statistics(self) -> AdmissionStatistics:
+        return AdmissionStatistics(len(self._admitted), len(self._waiting), self._concurrency)

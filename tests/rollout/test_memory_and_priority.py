@@ -1,0 +1,32 @@
+"""What admission and routing know of memory, and the order of requests at a replica."""
+
+from __future__ import annotations
+
+from makespan.commands.memory import replica_memory
+from makespan.rollout.memory import BlockMemory, LinearMemory
+from makespan.rollout.priority import request_priority
+from makespan.rollout.replicas.wire import Ready
+
+
+def ready(num_blocks: int | None, block_tokens: int = 100) -> Ready:
+    return Ready(block_tokens=block_tokens, num_blocks=num_blocks, version="", shared_memory=())
+
+
+def test_memory_in_tokens_and_in_blocks():
+    assert LinearMemory(capacity=1000, sequence=50).held(200) == 250
+    hybrid = BlockMemory(capacity=59, block_tokens=384, attention=1, states=6)
+    assert [hybrid.held(tokens) for tokens in (0, 1, 384, 385, 2828)] == [6, 7, 7, 8, 14]
+    # The concurrency at which a hybrid of this shape was seen to begin to lose its caches.
+    assert hybrid.capacity // hybrid.held(2828) == 4
+
+
+def test_an_unknown_model_counts_as_attention_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["NobodyKnowsForCausalLM"]}')
+    memory = replica_memory(tmp_path, ready(60), on_gpu=False, prefix_caching=True)
+    assert memory == BlockMemory(capacity=59, block_tokens=100, attention=1, states=0)
+    assert replica_memory(tmp_path, ready(None), on_gpu=False, prefix_caching=True) is None
+
+
+def test_a_returning_turn_goes_before_a_new_sample_and_a_threatening_chain_before_both():
+    assert request_priority(3, threatens=True) < request_priority(3, threatens=False) < request_priority(0, False)
+    assert request_priority(0, threatens=True) == request_priority(0, threatens=False)

@@ -1,0 +1,260 @@
+"""Parking: who is paused, who goes on, and that nobody is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from makespan.rollout.admission import Admission, make_admission
+from makespan.rollout.errors import ConfigError
+from makespan.rollout.memory import LinearMemory
+from makespan.rollout.parking import CacheCorrection, Parking
+
+
+def parking(capacity: int = 1000, replicas: int = 1, concurrency: int | None = None, correction=None) -> Parking:
+    memory = LinearMemory(capacity=capacity)
+    return Parking(concurrency, memory=memory, replicas=replicas, correction=correction)
+
+
+def started(policy: Parking, names: str) -> None:
+    for name in names:
+        policy.submit(name)
+    assert policy.start() == list(names)
+
+
+def test_nobody_is_paused_while_the_contexts_fit():
+    policy = parking()
+    started(policy, "abc")
+    assert all(policy.reach(name, 316) for name in "abc")  # 948 of 950
+    assert policy.start() == []
+    assert policy.pauses == 0
+
+
+def test_the_newest_is_paused_and_parked_at_its_next_inference():
+    policy = parking()
+    started(policy, "abc")
+    assert policy.reach("a", 300)
+    assert policy.reach("b", 300)
+    assert policy.reach("c", 300)
+    assert policy.reach("a", 400)  # 1,000 of 950: c is paused, a goes on
+    assert policy.statistics().parked == 0  # c does not know yet
+    assert not policy.reach("c", 350)
+    assert policy.statistics().parked == 1
+    assert policy.start() == []
+
+
+def test_it_goes_on_when_there_is_room_to_spare_and_before_anybody_new():
+    policy = parking()
+    started(policy, "abc")
+    for name, context in (("a", 300), ("b", 300), ("c", 300), ("a", 400)):
+        assert policy.reach(name, context)
+    assert not policy.reach("c", 250)
+    policy.submit("new")
+    assert policy.start() == []  # 700 and 250 are 950: not under the 900 that leave something to spare
+    policy.finish("b")
+    assert policy.start() == ["c", "new"]  # 400 and 250
+
+
+def test_one_that_was_paused_and_fits_again_before_it_asked_never_waits():
+    policy = parking()
+    started(policy, "abc")
+    for name, context in (("a", 300), ("b", 300), ("c", 300), ("a", 400)):
+        assert policy.reach(name, context)
+    policy.finish("b")
+    assert policy.start() == []
+    assert policy.reach("c", 350)
+
+
+def test_the_last_active_one_is_never_paused_however_large():
+    policy = parking()
+    started(policy, "ab")
+    assert policy.reach("a", 5000)
+    assert not policy.reach("b", 10)
+    assert policy.start() == []
+    policy.finish("a")
+    assert policy.start() == ["b"]
+
+
+def test_nobody_new_starts_while_the_memory_is_full_or_the_reference_is_reached():
+    policy = parking(concurrency=2)
+    policy.submit("a")
+    policy.submit("b")
+    policy.submit("c")
+    assert policy.start() == ["a", "b"]
+    assert policy.reach("a", 910)
+    policy.finish("b")
+    assert policy.start() == []  # below the reference, and 910 of 900 are booked
+    assert policy.reach("a", 890)
+    assert policy.start() == ["c"]
+
+
+def test_a_replica_that_leaves_takes_its_memory_along():
+    policy = parking(replicas=2)
+    started(policy, "abc")
+    assert all(policy.reach(name, 500) for name in "abc")
+    policy.resize(1)
+    assert not policy.reach("c", 500)
+    assert not policy.reach("b", 500)
+    assert policy.reach("a", 500)
+    policy.resize(2)
+    assert policy.start() == ["b", "c"]
+
+
+def test_a_restart_with_a_short_context_gives_the_rest_back():
+    policy = parking()
+    started(policy, "ab")
+    assert policy.reach("a", 600)
+    assert not policy.reach("b", 500)
+    assert policy.reach("a", 100)
+    assert policy.start() == ["b"]
+
+
+@given(st.integers(0, 100_000), st.integers(10, 200))
+def test_against_a_list(seed, steps):
+    """The oracle keeps lists and looks through all of them each time."""
+    rng = random.Random(seed)
+    policy = parking(1000, concurrency=6)
+    waiting: list[str] = []
+    admitted: list[str] = []  # in the order of admission
+    context: dict[str, int] = {}
+    paused: set[str] = set()
+    asked: set[str] = set()
+
+    def booked() -> int:
+        return sum(context[name] for name in admitted if name not in paused)
+
+    def settle() -> list[str]:
+        going = []
+        for name in [n for n in admitted if n in paused]:
+            if len(paused) < len(admitted) and booked() + context[name] > 900:
+                return going
+            paused.remove(name)
+            if name in asked:
+                asked.remove(name)
+                going.append(name)
+        while waiting and len(admitted) < 6 and (booked() <= 900 or not admitted):
+            name = waiting.pop(0)
+            admitted.append(name)
+            context[name] = 0
+            going.append(name)
+        return going
+
+    for step in range(steps):
+        kind = rng.random()
+        free = [name for name in admitted if name not in asked]
+        if kind < 0.3:
+            waiting.append(f"t{step}")
+            policy.submit(f"t{step}")
+        elif kind < 0.8 and free:
+            name, tokens = rng.choice(free), rng.randrange(1, 500)
+            context[name] = tokens
+            while booked() > 950 and len(admitted) - len(paused) > 1:
+                paused.add([n for n in admitted if n not in paused][-1])
+            expected = name not in paused
+            if not expected:
+                asked.add(name)
+            assert policy.reach(name, tokens) is expected
+        elif admitted or waiting:
+            name = rng.choice(admitted + waiting)
+            for kept in (admitted, waiting):
+                if name in kept:
+                    kept.remove(name)
+            paused.discard(name)
+            asked.discard(name)
+            policy.finish(name)
+        assert policy.start() == settle()
+    while admitted or waiting:  # whatever happened, everybody gets to its end
+        free = [name for name in admitted if name not in asked]
+        assert free
+        admitted.remove(free[0])
+        paused.discard(free[0])
+        policy.finish(free[0])
+        assert policy.start() == settle()
+
+
+def observed(
+    correction: CacheCorrection, lost: float, rounds: int, kept_out: bool = True, preemptions: int = 0
+) -> float:
+    for _ in range(rounds * 20):
+        correction.observe(1000, int(1000 * (1 - lost)), preemptions, active=20, kept_out=kept_out)
+    return correction.share
+
+
+def test_the_limit_follows_what_the_caches_lose():
+    assert observed(CacheCorrection(1.0), 0.3, 1) == pytest.approx(1 - 0.5 * (0.3 - 0.1))
+    assert observed(CacheCorrection(1.0), 0.9, 1) == pytest.approx(0.9)  # never more than a tenth at once
+    assert observed(CacheCorrection(1.0), 0.0, 2) == pytest.approx(1.02**2)
+    assert observed(CacheCorrection(1.0), 0.08, 5) == 1.0  # little enough, and not so little that more would fit
+    assert observed(CacheCorrection(1.0), 0.0, 5, kept_out=False) == 1.0  # nobody would come
+    assert observed(CacheCorrection(1.0), 0.0, 1, preemptions=1) == pytest.approx(0.9)
+    assert observed(CacheCorrection(1.0), 1.0, 50) == CacheCorrection.LOWEST
+    assert observed(CacheCorrection(1.0), 0.0, 50) == CacheCorrection.HIGHEST
+
+
+def test_the_limit_moves_once_a_round():
+    correction = CacheCorrection(1.0)
+    for turn in range(19):
+        correction.observe(1000, 0, 0, active=20, kept_out=True)
+        assert correction.share == 1.0, turn
+    correction.observe(1000, 0, 0, active=20, kept_out=True)
+    assert correction.share < 1.0
+
+
+def test_lost_caches_lower_the_limit_of_the_policy():
+    policy = parking(correction=CacheCorrection())
+    started(policy, "abc")
+    assert all(policy.reach(name, 310) for name in "abc")
+    for _ in range(16):
+        policy.served(300, 0, 0)
+    assert not policy.reach("c", 310)
+    assert policy.reach("a", 310)
+
+
+def test_a_parked_trajectory_waits_in_the_shell_and_a_cancelled_one_leaves_its_place():
+    async def go() -> list[str]:
+        admission = Admission(parking())
+        happened: list[str] = []
+        grown = asyncio.Event()
+
+        async def run(name: str, contexts: list[int], hold: asyncio.Event | None = None) -> None:
+            async with admission.admit(name):
+                for context in contexts:
+                    if not admission.reach(name, context):
+                        happened.append(f"{name} parked")
+                        await admission.resume(name)
+                        happened.append(f"{name} goes on")
+                    await asyncio.sleep(0)
+                happened.append(f"{name} holds")
+                if hold is not None:
+                    await hold.wait()
+
+        a = asyncio.create_task(run("a", [100, 700], grown))
+        b = asyncio.create_task(run("b", [100, 300]))
+        c = asyncio.create_task(run("c", [100, 300]))
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert admission.statistics().parked == 2
+        b.cancel()
+        await asyncio.gather(b, return_exceptions=True)
+        assert (admission.statistics().parked, admission.statistics().admitted) == (1, 2)
+        grown.set()
+        await asyncio.gather(a, c)
+        assert (admission.statistics().admitted, admission.statistics().parked) == (0, 0)
+        return happened
+
+    happened = asyncio.run(go())
+    assert "b goes on" not in happened
+    assert happened[-2:] == ["c goes on", "c holds"]
+
+
+def test_parking_needs_to_know_the_memory():
+    with pytest.raises(ConfigError, match="memory"):
+        make_admission("parking", 4)
+    with pytest.raises(ConfigError, match=r"at least 1.*0"):
+        make_admission("parking", 0, memory=LinearMemory(capacity=10))
+    with pytest.raises(ConfigError, match="memory of the replicas"):
+        make_admission("parking", 4, memory=LinearMemory(capacity=0))
