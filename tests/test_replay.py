@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,11 @@ from makespan.rollout.admission import make_admission
 from makespan.rollout.coordinator import Coordinator
 from makespan.rollout.engine import RolloutEngine
 from makespan.rollout.replay.agent import TraceAgent
-from makespan.rollout.replay.content import ReplayConversation
+from makespan.rollout.replay.content import ReplayConversation, check_lengths, check_vocabulary
 from makespan.rollout.replay.fidelity import fidelity
 from makespan.rollout.replay.plan import limits, plan
 from makespan.rollout.replay.playback import PlayedEnvironments, with_playbacks
-from makespan.rollout.replay.trace import Trace, TraceHeader, TraceTrajectory, write_trace
+from makespan.rollout.replay.trace import Trace, TraceHeader, TraceTrajectory, read_trace, write_trace
 from makespan.rollout.replicas.base import Replica
 from makespan.rollout.routing import StickyLeastInflight
 from makespan.rollout.scheduling import action_policy
@@ -144,7 +145,7 @@ def test_real_replicas_generate_the_recorded_lengths_on_a_warm_prefix(tmp_path, 
         recording("b", "g", 900, (20, 500, 0.1), (5, 0, 0.1)),
     )
     replicas = {replica.replica_id: replica}
-    results = on_loop(replayed(tmp_path, recorded, replicas, vocabulary=4096))
+    results = on_loop(replayed(tmp_path, recorded, replicas, vocabulary=1024))
     assert {result.state for result in results} == {"finished"}
     log = merge([tmp_path / "engine.jsonl"])
     assert counts(log) == {
@@ -158,6 +159,18 @@ def test_real_replicas_generate_the_recorded_lengths_on_a_warm_prefix(tmp_path, 
     assert all(cached[key] > 0 for key in (("g#0", 1), ("g#0", 2), ("g#1", 1)))
     report = fidelity(log, plan(recorded)[1])
     assert (report.replayed_turns, report.other_prompts, report.other_generations) == (5, 0, 0)
+
+
+def test_the_bundled_trace_is_small_and_fits_the_embedded_model(embedded_model):
+    path = Path(__file__).parent.parent / "examples" / "traces" / "bfcl.jsonl.gz"
+    trace = read_trace(path)
+    assert path.stat().st_size < 50_000
+    assert len(trace.trajectories) == 16
+    assert sum(len(trajectory.turns) for trajectory in trace.trajectories) == 153
+    assert all(trajectory.prompt_ids for trajectory in trace.trajectories)
+    config = json.loads((embedded_model / "config.json").read_text())
+    check_vocabulary(trace.trajectories, config["vocab_size"], "embedded")
+    check_lengths(trace.trajectories, 32_768, "embedded")
 
 
 def write(path: Path, *trajectories: TraceTrajectory) -> str:

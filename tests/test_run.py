@@ -13,6 +13,7 @@ import atif
 import pytest
 import yaml
 
+from makespan.rollout.replay.trace import read_trace
 from makespan.rollout.telemetry.merge import merge_directory
 
 from .processes import alive, descendants, mapped_shared_memory, wait_until_gone
@@ -35,7 +36,8 @@ def start(directory: Path, *arguments: str, config: Path = EXAMPLE) -> subproces
 def scripted(tmp_path_factory):
     """One run of eight scripted tasks on two replicas, as the README shows it."""
     directory = tmp_path_factory.mktemp("scripted")
-    process = start(directory, "--set", "tasks=8", "--set", "admission.concurrency=4", "--json", "-")
+    record = ("--record", str(directory / "run.jsonl.gz"))
+    process = start(directory, "--set", "tasks=8", "--set", "admission.concurrency=4", "--json", "-", *record)
     output, errors = process.communicate(timeout=480)
     assert process.returncode == 0, errors
     return directory / "run", json.loads(output), errors
@@ -69,6 +71,17 @@ def test_the_summary_agrees_with_the_event_logs(scripted):
     tokens = summary["tokens"]
     assert 0 < tokens["recomputed"] < tokens["prompt"] - tokens["cached"]
     assert 0 < summary["environment_utilisation"] <= 1
+
+
+def test_the_recorded_trace_has_the_ids_of_prompts_and_observations(scripted):
+    directory, summary, _ = scripted
+    trace = read_trace(directory.parent / "run.jsonl.gz")
+    turns = [turn for trajectory in trace.trajectories for turn in trajectory.turns]
+    assert len(trace.trajectories) == 8
+    assert sum(turn.generated_tokens for turn in turns) == summary["tokens"]["generated"]
+    first, second, *_ = trace.trajectories
+    assert first.prompt_ids[:100] == second.prompt_ids[:100]  # one system prompt
+    assert all(turn.observation_ids for trajectory in trace.trajectories for turn in trajectory.turns[:-1])
 
 
 def test_no_more_ran_at_once_than_admission_and_slots_allow(scripted):

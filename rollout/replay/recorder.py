@@ -7,13 +7,17 @@ took, the caps and the reward. Waiting, caching and the replica's speed are the 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+
+import msgspec
 
 from makespan.rollout.errors import FormatError
 from makespan.rollout.replay.plan import UNLIMITED
 from makespan.rollout.replay.trace import Trace, TraceError, TraceHeader, TraceTrajectory, TraceTurn, check, write_trace
 from makespan.rollout.telemetry.events import Event
 from makespan.rollout.telemetry.merge import MergedLog
+from makespan.rollout.trajectory import TrajectoryResult
 
 _KEPT = ("finished", "truncated")
 
@@ -106,3 +110,29 @@ def _turns(generations: list[Event], actions: list[Event], admitted_s: float) ->
             )
         )
     return tuple(turns)
+
+
+def with_ids(trace: Trace, results: Iterable[TrajectoryResult]) -> Trace:
+    """A recorded trace with the token ids that its environments gave, out of the batch's results.
+
+    A log has lengths alone, and so does not tell which prompts begin alike (a system prompt that all tasks share, say),
+    which decides what a cache is worth. What the agent said stays out: a replay generates anew.
+    """
+    given = {
+        result.trajectory_id: [list(segment.token_ids) for segment in result.segments if not segment.generated]
+        for result in results
+    }
+    return Trace(trace.header, tuple(_with_ids(one, given.get(one.trajectory_id, [])) for one in trace.trajectories))
+
+
+def _with_ids(recorded: TraceTrajectory, given: list[list[int]]) -> TraceTrajectory:
+    """`given`: the first prompt and the observations in order; one more of those may stand after the last turn."""
+    if not given:
+        return recorded
+    prompt_ids, *observations = given
+    turns = [
+        msgspec.structs.replace(turn, observation_ids=ids)
+        for turn, ids in zip(recorded.turns[:-1], observations, strict=False)
+    ]
+    rest = recorded.turns[len(turns) :]
+    return msgspec.structs.replace(recorded, prompt_ids=prompt_ids, turns=(*turns, *rest))

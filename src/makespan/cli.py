@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("config", type=Path, help="a YAML file, for example examples/bfcl.yaml")
     run.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="override a setting: tasks=8")
     run.add_argument("--model", help="embedded, smollm2 or a model's directory (the same as --set model.path=…)")
+    run.add_argument("--record", type=Path, metavar="PATH", help="write the batch as a trace with ids (.gz: zipped)")
     _add_json(run)
 
     doctor = commands.add_parser("doctor", help="what is installed, what works, and what to do about what does not")
@@ -105,7 +106,7 @@ def _dispatch(options: argparse.Namespace) -> int:
         overrides = list(options.set)
         if options.model is not None:
             overrides.append(f"model.path={json.dumps(options.model)}")  # a name such as 123 or on stays a name
-        return run(load(options.config, overrides), console, options.json)
+        return run(load(options.config, overrides), console, options.json, options.record)
     if options.command == "doctor":
         from makespan.commands.doctor import doctor
 

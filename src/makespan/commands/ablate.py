@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from makespan.commands.figure import Bar, write_figure
-from makespan.commands.output import check_output, write_json
-from makespan.commands.simulate import check_file
+from makespan.commands.output import check_file, check_output, write_json
 from makespan.commands.workload import add_workload, describe, resolve
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.simulation.ladder import LADDER, Outcome, Paired, Rung, change_pct, climb, paired

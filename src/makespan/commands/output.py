@@ -31,6 +31,17 @@ def check_output(option: str, path: str | None) -> None:
         Path(path).unlink()
 
 
+def check_file(option: str, path: Path | None) -> None:
+    """Make the directory that a file is to stand in. Raises `ConfigError` when the file cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write {str(path)!r}: {error}") from error
+    check_output(option, str(path))
+
+
 def write_json(path: str | None, figures: Any) -> None:
     """Write figures where `--json` says; None writes nothing. A reader that has gone away is no error."""
     if path is None:

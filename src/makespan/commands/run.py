@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from makespan.commands.batch import Ended, Work, check_policies, run_batch
 from makespan.commands.hosts import check_model_length, host_configs
+from makespan.commands.output import check_file
 from makespan.commands.tasks import Scripts, load_tasks
 from makespan.rollout.agent import Agent, ModelAgent, ScriptAgent
 from makespan.rollout.config import RunConfig
 from makespan.rollout.conversation import Conversation, Tokenizer
 from makespan.rollout.errors import ConfigError
+from makespan.rollout.replay.recorder import Recorder, with_ids
+from makespan.rollout.replay.trace import Trace, write_trace
 from makespan.rollout.runner import Limits
 from makespan.rollout.telemetry.atif import write_trajectories
 from makespan.rollout.telemetry.summary import Summary
 
 
-def run(config: RunConfig, console: Console, json_path: str | None = None) -> int:
+def run(config: RunConfig, console: Console, json_path: str | None = None, record: Path | None = None) -> int:
     """Run a batch; returns the exit code: 0, 1 when no trajectory ended well, 2 when a task was refused, 130 and 143
-    after a signal.
+    after a signal. `record` is where the batch is written as a trace.
 
     Raises `MakespanError` for whatever keeps the batch from starting.
     """
-    return run_batch(config, lambda: prepare(config), console, json_path)
+    check_file("--record", record)
+    return run_batch(config, lambda: prepare(config, record), console, json_path)
 
 
-def prepare(config: RunConfig) -> Work:
+def prepare(config: RunConfig, record: Path | None = None) -> Work:
     """Everything that can be found wrong before anything is started. Raises `ConfigError`."""
     check_policies(config)
     tasks, scripts = load_tasks(config)
@@ -41,6 +46,11 @@ def prepare(config: RunConfig) -> Work:
     def conclude(ended: Ended) -> Summary:
         directory = ended.directory / "trajectories"
         write_trajectories(directory, ended.results, ended.log, model=str(model), source=config.actions)
+        if record is not None:
+            source = f"run {config.name} of {config.environment.name}, actions by {config.actions}"
+            trace = with_ids(Recorder(ended.log, source).trace(), ended.results)
+            header = msgspec.structs.replace(trace.header, assumptions=tuple(_notes(config)))
+            write_trace(record, Trace(header, trace.trajectories))
         return ended.summary
 
     return Work(

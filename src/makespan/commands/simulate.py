@@ -11,11 +11,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from makespan.commands.output import check_output, write_json
+from makespan.commands.output import check_file, check_output, write_json
 from makespan.commands.policies import add_policies
 from makespan.commands.workload import add_workload, describe, resolve
 from makespan.rollout.admission import PARKING
-from makespan.rollout.errors import ConfigError
 from makespan.rollout.replay.recorder import Recorder
 from makespan.rollout.replay.trace import Trace
 from makespan.rollout.simulation.batch import Policies, simulate
@@ -95,17 +94,6 @@ def run_simulate(options: argparse.Namespace, console: Console) -> int:
     if options.report is not None:
         console.print(f"report: {options.report}", soft_wrap=True)
     return 0 if analysis.states.keys() & {"finished", "truncated"} else 1
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """Make the directory that a file is to stand in. Raises `ConfigError` when the file cannot be written."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot write {str(path)!r}: {error}") from error
-    check_output(option, str(path))
 
 
 def _show(

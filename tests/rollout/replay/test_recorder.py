@@ -2,13 +2,16 @@ import msgspec
 import pytest
 
 from makespan.rollout.errors import FormatError
-from makespan.rollout.replay.recorder import Recorder
-from makespan.rollout.replay.trace import read_trace
+from makespan.rollout.replay.recorder import Recorder, with_ids
+from makespan.rollout.replay.trace import Trace, TraceHeader, check, read_trace
 from makespan.rollout.simulation.batch import Hardware, Policies
 from makespan.rollout.simulation.ladder import measured
 from makespan.rollout.simulation.regimes import SYNTHETIC, generate
 from makespan.rollout.telemetry.merge import merge
+from makespan.rollout.trajectory import Segment, TrajectoryResult, TrajectoryState
 from tests.rollout.telemetry import logs
+
+from .recordings import recording
 
 
 def without_the_runs_own(trajectories):
@@ -68,3 +71,26 @@ def test_a_log_without_a_batch_has_nothing_to_record(tmp_path):
     log = merge([logs.write(tmp_path / "engine.jsonl", [logs.header()])])
     with pytest.raises(FormatError, match="no batch"):
         Recorder(log).trace()
+
+
+def test_ids_of_prompts_and_observations_are_recorded_and_what_the_agent_said_is_not():
+    recorded = recording("a#0", "a", 3, (2, 1, 0.1), (1, 0, 0.1))
+    other = recording("b#0", "b", 3, (2, 0, 0.1))
+    segments = ([11, 12, 13], False), ([21, 22], True), ([31], False), ([41], True), ([51, 52], False)
+    result = TrajectoryResult(
+        trajectory_id="a#0",
+        task_id="a",
+        group="a",
+        state=TrajectoryState.TRUNCATED,  # cut before the last observation was answered
+        reward=0.0,
+        failure=None,
+        first_prompt=(),
+        turns=(),
+        segments=tuple(Segment(ids, generated) for ids, generated in segments),
+    )
+    first, second = with_ids(Trace(TraceHeader(), (recorded, other)), [result]).trajectories
+    check(first)
+    assert first.prompt_ids == [11, 12, 13]
+    assert [turn.observation_ids for turn in first.turns] == [[31], None]
+    assert [turn.generated_ids for turn in first.turns] == [None, None]
+    assert second == other
