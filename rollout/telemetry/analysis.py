@@ -186,7 +186,8 @@ def _phases(log: MergedLog, start: Event, generations: list[Event], uses: list[S
     elapsed += sum(use.elapsed_s for use in uses)
     inside = total([queue, prefill, decode, slot_queue, environment])
     return Phases(
-        admission=sum(event.monotonic_s - start.monotonic_s for event in log.of("admitted")),
+        admission=sum(event.monotonic_s - start.monotonic_s for event in log.of("admitted"))
+        + sum(event.monotonic_s - event.data["start_s"] for event in log.of("parked")),
         replica_queue=queue,
         prefill=prefill,
         decode=decode,

@@ -27,6 +27,7 @@ class LastChain(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     total: float
     admission: float
+    """Until it was admitted, and parked later."""
     inference: float
     """All inferences as the engine saw them: the next four phases and what passed on the way."""
     replica_queue: float | None
@@ -54,7 +55,8 @@ def last_chain(log: MergedLog, start: Event) -> LastChain | None:
     actions = [use for use in slot_uses(log) if use.trajectory_id == last.trajectory_id]
     admitted_s = next((event.monotonic_s for event in own if event.kind == "admitted"), last.monotonic_s)
     total_s = last.monotonic_s - start.monotonic_s
-    admission_s = admitted_s - start.monotonic_s
+    parked_s = sum(event.monotonic_s - event.data["start_s"] for event in own if event.kind == "parked")
+    admission_s = admitted_s - start.monotonic_s + parked_s
     inference_s = sum(event.monotonic_s - event.data["start_s"] for event in generations)
     seconds = [use.seconds() or (None, None) for use in actions]
     slot_queue_s, environment_s = total([waited for waited, _ in seconds]), total([ran for _, ran in seconds])

@@ -55,3 +55,11 @@ def test_a_fully_cached_prompt_divides_by_nothing(tmp_path):
     chain = chain_of(tmp_path, lines)
     assert chain.prefill == 0.1
     assert chain.recomputation == 0.0
+
+
+def test_a_trajectory_that_was_parked_waited_for_admission(tmp_path):
+    lines = logs.two_trajectories()
+    lines.append(logs.event(90, 18.25, "parked", "b#0", turn=0, start_s=17.5, prompt_tokens=100))
+    chain = chain_of(tmp_path, lines)
+    assert chain.admission == 6.75  # 6 until it was admitted, and 0.75 later
+    assert chain.overhead == pytest.approx(14.5 - 6.75 - 0.5 - 1.2 - 1.0 - 0.5 - 4.0)
