@@ -3,11 +3,13 @@
     python benchmarks/policies.py --quick --json -
     python benchmarks/policies.py --seeds 24 --sessions PATH --json policies.json
 
-Everything runs in virtual time through the shipping engine, gates and policies. Two settings: `ample`, where memory
-never binds and everything is admitted, which isolates the order of actions; and `memory`, with 840,000 tokens a replica
-and a fixed reference concurrency, where decoupling and admission matter. Makespans are compared batch by batch: each
-row is the mean change in percent, with its standard error, against first come, first served in `ample` and against
-`coupled` in `memory`. `caas` knows the last step's lengths, `caas-cold` nothing, `caas-prompts` earlier epochs of the
+Everything runs in virtual time through the shipping engine, gates and policies. Three settings: `ample`, where memory
+never binds and everything is admitted, which isolates the order of actions; `gate`, with 840,000 tokens a replica,
+parking at the reference concurrency and routing by cost, where the oracle also admits the longest first; and `memory`,
+with the same memory and a fixed reference concurrency, where decoupling and admission matter. `ample-half` and
+`gate-half` have half of the knee's slots. Makespans are compared batch by batch: each row is the mean change in
+percent, with its standard error, against `coupled` in `memory` and against first come, first served in the others.
+`caas` knows the last step's lengths, `caas-cold` nothing, `caas-prompts` earlier epochs of the
 same prompts, too. A *share* is a policy's gain over the oracle's; it is judged from `MIN_SEEDS` batches on. Batches run
 on all cores. The coding regimes need recorded sessions, which are not shipped: without `--sessions` they are left out,
 and their bars hold nothing (`null`).
@@ -26,12 +28,13 @@ from pathlib import Path
 import msgspec
 
 from makespan.rollout.errors import MakespanError
+from makespan.rollout.replay.trace import Trace
 from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.simulation.batch import Hardware, Policies
 from makespan.rollout.simulation.coding import CODING
 from makespan.rollout.simulation.ladder import LADDER, Outcome, Paired, Rung, change_pct, climb, paired
 from makespan.rollout.simulation.regimes import SYNTHETIC
-from makespan.rollout.simulation.workload import Workload, knee_slots, workload
+from makespan.rollout.simulation.workload import Workload, knee_slots, reference_concurrency, workload
 
 FIRST_SEED = 100
 """Seeds below 10 are those that the knee is averaged over."""
@@ -39,21 +42,51 @@ FIRST_SEED = 100
 AMPLE = ReplicaHardware(kv_tokens=1 << 40)
 
 
-def _rung(name: str, policies: Policies) -> Rung:
+CAAS, CAAS_PROMPTS = (Policies(scheduling="caas", order="forecast", history=kind) for kind in ("last-step", "prompts"))
+
+
+def _ample(name: str, policies: Policies) -> Rung:
     return Rung(name, "", lambda trace, hardware: policies)
 
 
+def _gate(name: str, policies: Policies) -> Rung:
+    def limited(trace: Trace, hardware: Hardware) -> Policies:
+        concurrency = reference_concurrency(trace, hardware)
+        return msgspec.structs.replace(policies, admission="parking", concurrency=concurrency, routing="cost")
+
+    return Rung(name, "", limited)
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What a regime runs on, under which policies."""
+
+    replica: ReplicaHardware
+    rungs: tuple[Rung, ...]
+    reference: str
+    """The rung that the others are compared with."""
+    slots_share: float = 1.0
+    """Of the knee's slots."""
+
+
 AMPLE_RUNGS = (
-    *(_rung(name, Policies(scheduling=name)) for name in ("fifo", "progress", "least-progress", "oracle")),
-    _rung("caas-cold", Policies(scheduling="caas", order="forecast")),
-    _rung("caas", Policies(scheduling="caas", order="forecast", history="last-step")),
-    _rung("caas-prompts", Policies(scheduling="caas", order="forecast", history="prompts")),
+    *(_ample(name, Policies(scheduling=name)) for name in ("fifo", "progress", "least-progress", "oracle")),
+    _ample("caas-cold", Policies(scheduling="caas", order="forecast")),
+    _ample("caas", CAAS),
+    _ample("caas-prompts", CAAS_PROMPTS),
 )
-SETTINGS: dict[str, tuple[ReplicaHardware, tuple[Rung, ...], str]] = {
-    "ample": (AMPLE, AMPLE_RUNGS, "fifo"),
-    "memory": (ReplicaHardware(), LADDER, "coupled"),
+GATE_RUNGS = (
+    _gate("fifo", Policies()),
+    _gate("oracle", Policies(scheduling="oracle", order="oracle")),
+    _gate("caas", CAAS),
+    _gate("caas-prompts", CAAS_PROMPTS),
+)
+SETTINGS = {
+    "ample": Setting(AMPLE, AMPLE_RUNGS, "fifo"),
+    "ample-half": Setting(AMPLE, AMPLE_RUNGS, "fifo", 0.5),
+    "gate": Setting(ReplicaHardware(), GATE_RUNGS, "fifo"),
+    "gate-half": Setting(ReplicaHardware(), GATE_RUNGS, "fifo", 0.5),
+    "memory": Setting(ReplicaHardware(), LADDER, "coupled"),
 }
-"""Replica, rungs, and the rung that the others are compared with."""
 
 STUDY: dict[str, tuple[float, float, float]] = {
     "coding-sessions": (1.45, -1.2, -24.6),
@@ -73,22 +106,31 @@ STUDY: dict[str, tuple[float, float, float]] = {
 """What an earlier study of the same regimes measured with ample memory over 96 batches: first come, first served over
 the lower bound, and the change in percent with the most-progressed first and with the oracle."""
 
-CAAS_SHARES: dict[str, tuple[float, float | None]] = {
-    "coding-sessions": (0.38, 0.47),
-    "lognormal-1.5": (0.38, 0.46),
-    "lognormal-1-cap50": (0.36, None),
-    "swe": (0.35, None),
-    "lognormal-1": (0.32, 0.49),
-    "bfcl": (0.30, None),
-    "lognormal-0.5": (0.28, 0.44),
-    "lognormal-0.5-cap25": (0.28, None),
-    "search": (0.26, None),
-    "lognormal-1.5-cap100": (0.25, None),
-    "coding-segments": (0.18, None),
-    "bimodal": (0.10, None),
+CAAS_SHARES: dict[str, dict[str, tuple[float | None, float | None]]] = {
+    "ample": {
+        "coding-sessions": (0.38, 0.47),
+        "lognormal-1.5": (0.38, 0.46),
+        "lognormal-1-cap50": (0.36, None),
+        "swe": (0.35, None),
+        "lognormal-1": (0.32, 0.49),
+        "bfcl": (0.30, None),
+        "lognormal-0.5": (0.28, 0.44),
+        "lognormal-0.5-cap25": (0.28, None),
+        "search": (0.26, None),
+        "lognormal-1.5-cap100": (0.25, None),
+        "coding-segments": (0.18, None),
+        "bimodal": (0.10, None),
+    },
+    "gate": {
+        "lognormal-1.5": (0.38, 0.46),
+        "lognormal-1": (0.36, 0.50),
+        "swe": (0.22, 0.74),
+        "coding-segments": (0.21, None),
+        "coding-sessions": (0.17, 0.43),
+    },
 }
-"""With ample memory: the least share of the oracle's gain that `caas` and `caas-prompts` are to have. Of sessions
-capped at 60 turns nothing is asked: the oracle itself gains next to nothing there."""
+"""By setting: the least share of the oracle's gain that `caas` and `caas-prompts` are to have. Of sessions capped at
+60 turns nothing is asked with ample memory: the oracle itself gains next to nothing there."""
 MIN_SEEDS = 12
 """A batch's change is noisy by ten points: a share over fewer batches says nothing."""
 
@@ -145,7 +187,7 @@ class Job(msgspec.Struct, frozen=True):
     first_seed: int = FIRST_SEED
 
     def rungs(self) -> tuple[Rung, ...]:
-        rungs = SETTINGS[self.setting][1]
+        rungs = SETTINGS[self.setting].rungs
         return rungs if self.policies is None else tuple(rung for rung in rungs if rung.name in self.policies)
 
     def work(self) -> Workload:
@@ -164,9 +206,8 @@ class Done(msgspec.Struct, frozen=True):
 def run_job(job: Job) -> Done:
     """All policies of a setting on the batches of a regime."""
     began_s = time.monotonic()
-    replica, _, reference = SETTINGS[job.setting]
-    rungs = job.rungs()
-    slots = knee_slots(job.work(), replica.cost)
+    setting, rungs = SETTINGS[job.setting], job.rungs()
+    slots = max(1, round(setting.slots_share * knee_slots(job.work(), setting.replica.cost)))
     outcomes: dict[str, list[Outcome]] = {rung.name: [] for rung in rungs}
     parts = [(job, slots, seed) for seed in range(job.first_seed, job.first_seed + job.seeds)]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -175,7 +216,7 @@ def run_job(job: Job) -> Done:
                 outcomes[name].append(outcome)
     rows, over = [], []
     for rung in rungs:
-        change = change_pct(outcomes[rung.name], outcomes[reference])
+        change = change_pct(outcomes[rung.name], outcomes[setting.reference])
         rows.append(Row(job.regime, job.setting, rung.name, change.mean, change.se, job.seeds))
         ratio = _over_bound(outcomes[rung.name])
         over.append(OverBound(job.regime, job.setting, rung.name, ratio.mean, ratio.se, job.seeds))
@@ -186,7 +227,7 @@ def run_batch(part: tuple[Job, int, int]) -> dict[str, Outcome]:
     """All policies on one batch; the part of a job that a process takes."""
     job, slots, seed = part
     work = job.work()
-    hardware = Hardware(replica=SETTINGS[job.setting][0], slots=slots, max_context_tokens=work.max_context_tokens)
+    hardware = Hardware(replica=SETTINGS[job.setting].replica, slots=slots, max_context_tokens=work.max_context_tokens)
     return {name: found[0] for name, found in climb(work, hardware, [seed], job.rungs()).items()}
 
 
@@ -207,17 +248,19 @@ def bars(rows: Sequence[Row], over: Sequence[OverBound]) -> Iterator[Bar]:
         yield bar(f"{regime}, ample: progress at least +8%", changes.get((regime, "ample", "progress")), 8.0, many)
     seeds = {row.regime: row.seeds for row in rows}
     errors = {(row.regime, row.setting, row.policy): row.se_pct for row in rows}
-    for policy, column in (("caas", 0), ("caas-prompts", 1)):
-        for regime in STUDY:
-            change, error = changes.get((regime, "ample", policy)), errors.get((regime, "ample", policy))
-            yield bar(f"{regime}, ample: {policy} at most {HARM_PCT:+.1f}%", change, -many, HARM_PCT)
-            upper = None if change is None or error is None else change + 1.96 * error
-            yield bar(f"{regime}, ample: {policy} surely at most {HARM_BOUND_PCT:+.1f}%", upper, -many, HARM_BOUND_PCT)
-            least, gain = CAAS_SHARES.get(regime, (None, None))[column], changes.get((regime, "ample", "oracle"))
-            if least is not None:
-                share = None if change is None or not gain or seeds[regime] < MIN_SEEDS else change / gain
-                name = f"{regime}, ample: {policy} has at least {least:.0%} of the oracle's gain"
-                yield bar(name, share, least, many)
+    for setting in ("ample", "ample-half", "gate", "gate-half"):
+        for policy, column in (("caas", 0), ("caas-prompts", 1)):
+            for regime in STUDY:
+                change, error = changes.get((regime, setting, policy)), errors.get((regime, setting, policy))
+                case = f"{regime}, {setting}: {policy}"
+                yield bar(f"{case} at most {HARM_PCT:+.1f}%", change, -many, HARM_PCT)
+                upper = None if change is None or error is None else change + 1.96 * error
+                yield bar(f"{case} surely at most {HARM_BOUND_PCT:+.1f}%", upper, -many, HARM_BOUND_PCT)
+                least = CAAS_SHARES.get(setting, {}).get(regime, (None, None))[column]
+                gain = changes.get((regime, setting, "oracle"))
+                if least is not None:
+                    share = None if change is None or not gain or seeds[regime] < MIN_SEEDS else change / gain
+                    yield bar(f"{case} has at least {least:.0%} of the oracle's gain", share, least, many)
     for regime, (ratio, _, oracle_pct) in STUDY.items():
         low, high = ratio - BOUND_TOLERANCE, ratio + BOUND_TOLERANCE
         name = f"{regime}, ample: fifo over its lower bound within {low:.2f} … {high:.2f}"
@@ -257,7 +300,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="four regimes and few batches: under 50 s")
     parser.add_argument("--seeds", type=int, default=24, help="batches a regime (default: 24)")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help=f"of the batches (default: {FIRST_SEED})")
-    parser.add_argument("--settings", default="ample,memory", help="default: ample,memory")
+    parser.add_argument(
+        "--settings", default="ample,gate,memory", help=f"of {', '.join(SETTINGS)} (default: ample,gate,memory)"
+    )
     parser.add_argument("--regimes", help="only these, separated by commas")
     parser.add_argument("--policies", help="only these, separated by commas; the reference must be among them")
     parser.add_argument("--sessions", metavar="PATH", help="recorded sessions for the coding regimes")

@@ -4,16 +4,19 @@
 it goes breadth first: the first chains of every group, one group after the other, because a group's first finished
 chain tells most about its siblings; after that it takes the group that is expected to take longest. With a memory that
 predicts, the longest goes first from the start; but where everything fits at once nothing is gained by that, and
-breadth first decides in which order the first actions arrive.
+breadth first decides in which order the first actions arrive. `OracleOrder` knows every trajectory's time from a trace;
+beside the oracle of actions it bounds what any forecast can gain.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from typing import Protocol
 
 from makespan.rollout.coordinator import Coordinator
 from makespan.rollout.errors import ConfigError, nearest
+from makespan.rollout.scheduling import RemainingSeconds
 
 BREADTH = 2
 """At least so many chains of every group start before any group goes first."""
@@ -117,12 +120,54 @@ class ForecastOrder:
             del self._waiting[group]
 
 
-ORDERS = ("arrival", "forecast")
+class OracleOrder:
+    """The longest true time first, by times that nobody knows outside a replay; ties go by arrival.
+
+    Args:
+        remaining_s: as the oracle of actions is given them; the time from the first action on counts.
+    """
+
+    def __init__(self, remaining_s: RemainingSeconds) -> None:
+        self._remaining_s = remaining_s
+        self._waiting: set[str] = set()
+        self._heap: list[tuple[float, int, str]] = []
+        self._submitted = 0
+
+    def submit(self, trajectory_id: str) -> None:
+        self._waiting.add(trajectory_id)
+        self._submitted += 1
+        heapq.heappush(self._heap, (-self._remaining_s(trajectory_id, 0), self._submitted, trajectory_id))
+
+    def withdraw(self, trajectory_id: str) -> None:
+        self._waiting.discard(trajectory_id)
+
+    def next(self) -> str:
+        while self._heap:
+            trajectory_id = heapq.heappop(self._heap)[-1]
+            if trajectory_id in self._waiting:
+                self._waiting.remove(trajectory_id)
+                return trajectory_id
+        raise IndexError("nobody waits")
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+ORDERS = ("arrival", "forecast", "oracle")
 """Orders of admission by the name that a configuration uses."""
 
 
-def make_order(name: str, coordinator: Coordinator, concurrency: int | None) -> AdmissionOrder:
-    """The order of this name. Raises `ConfigError` for an unknown one."""
+def make_order(
+    name: str, coordinator: Coordinator, concurrency: int | None, remaining_s: RemainingSeconds | None = None
+) -> AdmissionOrder:
+    """The order of this name. `remaining_s` is what `oracle` knows, where a trace tells it.
+
+    Raises `ConfigError` for an unknown name, and for the oracle without a trace.
+    """
     if name not in ORDERS:
         raise ConfigError(f"admission.order: unknown order {name!r}{nearest(name, ORDERS)}")
+    if name == "oracle":
+        if remaining_s is None:
+            raise ConfigError("admission.order: 'oracle' knows the future from a trace; a live run has none")
+        return OracleOrder(remaining_s)
     return ForecastOrder(coordinator, concurrency) if name == "forecast" else ArrivalOrder()

@@ -157,14 +157,14 @@ async def _simulate(
     loop = asyncio.get_running_loop()
     policies, cost = job.policies, hardware.replica.cost
     replicas = {f"replica-{n}": SimulatedReplica(f"replica-{n}", hardware.replica) for n in range(hardware.replicas)}
-    knows = remaining(plays, cost) if policies.scheduling == "oracle" else None
+    knows = remaining(plays, cost) if "oracle" in (policies.scheduling, policies.order) else None
     coordinator = Coordinator(
         job.history,
         slots={ENVIRONMENT: hardware.slots},
         rerank_dispatches=policies.rerank_dispatches,
         rerank_interval_s=0.0 if policies.rerank_dispatches == 1 else RERANK_INTERVAL_S,
     )
-    order = make_order(policies.order, coordinator, policies.concurrency)
+    order = make_order(policies.order, coordinator, policies.concurrency, knows)
     overhead = hardware.replica.block_tokens - 1 + hardware.replica.state_tokens
     memory = LinearMemory(capacity=hardware.replica.kv_tokens, sequence=overhead)
     with EventLog(job.log_path, "engine", loop.time, header=HEADER) as events:

@@ -69,7 +69,8 @@ def test_where_everything_fits_groups_take_turns_whatever_is_known():
 
 def test_who_is_withdrawn_is_never_started():
     coordinator, ids = batch()
-    for order in (ForecastOrder(coordinator, 3), make_order("arrival", coordinator, 3)):
+    oracle = make_order("oracle", coordinator, 3, lambda trajectory_id, turn: float(len(trajectory_id)))
+    for order in (ForecastOrder(coordinator, 3), make_order("arrival", coordinator, 3), oracle):
         for trajectory_id in ids:
             order.submit(trajectory_id)
         order.withdraw("b#1")
@@ -85,6 +86,20 @@ def test_a_second_batch_starts_breadth_first_again():
     order = ForecastOrder(coordinator, concurrency=3)
     first = all_of(order, ids)
     assert all_of(order, ids) == first
+
+
+def test_the_oracle_starts_the_longest_first_and_equal_ones_by_arrival():
+    coordinator, ids = batch()
+    true_s = {"a": 3.0, "b": 9.0, "c": 30.0}
+    order = make_order(
+        "oracle", coordinator, 3, lambda trajectory_id, turn: true_s[trajectory_id[0]] if turn == 0 else 0
+    )
+    assert all_of(order, ids) == [*ids[8:], *ids[4:8], *ids[:4]]
+
+
+def test_the_oracle_needs_a_trace():
+    with pytest.raises(ConfigError, match="'oracle' knows the future from a trace"):
+        make_order("oracle", Coordinator(), None)
 
 
 def test_an_unknown_order_is_refused_with_the_nearest_name():

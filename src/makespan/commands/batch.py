@@ -103,7 +103,7 @@ def check_policies(config: RunConfig, remaining_s: RemainingSeconds | None = Non
     """Raise `ConfigError` for a policy that does not exist, and for the oracle where nothing tells it the future."""
     make_router(config.routing.policy, ["replica-0"], random.Random(0))
     make_admission(config.admission.policy, config.admission.concurrency, memory=LinearMemory(capacity=1))
-    make_order(config.admission.order, Coordinator(), None)
+    make_order(config.admission.order, Coordinator(), None, remaining_s)
     action_policy(config.scheduling.policy, Coordinator(), remaining_s)
 
 
@@ -195,7 +195,7 @@ class _Batch:
             on_gpu=bool(visible_gpus()),
             prefix_caching=config.replicas.prefix_caching,
         )
-        order = make_order(admission.order, coordinator, admission.concurrency)
+        order = make_order(admission.order, coordinator, admission.concurrency, work.remaining_s)
         return RolloutEngine(
             replicas=replicas,
             router=make_router(
