@@ -58,6 +58,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...]
     warnings: tuple[Trap, ...]
     notes: tuple[str, ...]
+    workload_source: str
     workload: dict[str, float]
     calibrated: bool
 
@@ -234,7 +235,7 @@ def make_plan(
     Raises `ResourceError`: memory below the weights, a workload that is longer than the model's context or the memory.
     """
     length = request.length(footprint)
-    profile.check_context(length)
+    profile = profile.within(length)
     carries = carried(footprint, request, profile)
     at = max(1, round(carries.reference_concurrency / carries.factor))
     scored = score(footprint, settings_of(footprint), carries.played_blocks, profile.trajectories, at, carries.cost)
@@ -262,6 +263,7 @@ def make_plan(
         candidates=tuple(judged),
         warnings=tuple(traps(footprint, profile, carries.num_blocks, sequences, share)),
         notes=tuple(notes),
+        workload_source=profile.source,
         workload=profile.summary(),
         calibrated=request.cost is not None,
     )

@@ -37,6 +37,9 @@ class WorkloadProfile(msgspec.Struct, frozen=True, kw_only=True):
     trajectories: tuple[Turns, ...]
     group_size: float = 1.0
     """Trajectories a prompt, in the mean."""
+    may_be_cut: float = 0.0
+    """The share of trajectories that may be cut at a model's context: none of a trace, and of what is drawn from a few
+    numbers the long end of the draw."""
 
     @property
     def contexts_tokens(self) -> list[int]:
@@ -49,16 +52,26 @@ class WorkloadProfile(msgspec.Struct, frozen=True, kw_only=True):
         """The longest context."""
         return max(self.contexts_tokens)
 
-    def check_context(self, max_context_tokens: int) -> None:
-        """Raise `ResourceError` for a workload that is longer than the model's context."""
-        longest = self.longest_tokens
-        if longest > max_context_tokens:
-            over = sum(contexts(turns)[-1] > max_context_tokens for turns in self.trajectories)
+    def within(self, max_context_tokens: int) -> WorkloadProfile:
+        """The same workload in a model's context: a trajectory ends before the turn that would outgrow it, as in a
+        run, and at least a first turn with a shorter prompt is left of it.
+
+        Raises `ResourceError` where more than `may_be_cut` of the trajectories would have to be cut.
+        """
+        over = [turns for turns in self.trajectories if contexts(turns)[-1] > max_context_tokens]
+        if len(over) > self.may_be_cut * len(self.trajectories):
             raise ResourceError(
-                f"{self.source}: {over} of {len(self.trajectories)} trajectories outgrow the model's context of "
-                f"{max_context_tokens:,} tokens, the longest by {longest - max_context_tokens:,}; cap the trajectories "
-                "or take a model with a longer context"
+                f"{self.source}: {len(over)} of {len(self.trajectories)} trajectories outgrow the model's context of "
+                f"{max_context_tokens:,} tokens, the longest by {self.longest_tokens - max_context_tokens:,}; cap the "
+                "trajectories or take a model with a longer context"
             )
+        if not over:
+            return self
+        return msgspec.structs.replace(
+            self,
+            source=f"{self.source}; {len(over)} of {len(self.trajectories)} trajectories end at the model's context",
+            trajectories=tuple(_cut(turns, max_context_tokens) for turns in self.trajectories),
+        )
 
     def summary(self) -> dict[str, float]:
         """Figures for people."""
@@ -83,6 +96,18 @@ def contexts(turns: Turns) -> list[int]:
         held += turn.new_tokens + turn.generated_tokens
         ends.append(held)
     return ends
+
+
+def _cut(turns: Turns, limit_tokens: int) -> Turns:
+    """The turns that end within so many tokens; the last one leads to no action."""
+    kept = tuple(turn for turn, end in zip(turns, contexts(turns), strict=True) if end <= limit_tokens)
+    if kept:
+        return (*kept[:-1], msgspec.structs.replace(kept[-1], environment_s=0.0))
+    generated = min(turns[0].generated_tokens, max(1, limit_tokens // 2))
+    first = msgspec.structs.replace(
+        turns[0], new_tokens=max(1, limit_tokens - generated), generated_tokens=generated, environment_s=0.0
+    )
+    return (first,)
 
 
 def from_trace(trace: Trace, source: str, *, sample: int = SAMPLE, seed: int = 0) -> WorkloadProfile:
@@ -150,4 +175,11 @@ def from_numbers(
                 for turn in range(count)
             )
         )
-    return WorkloadProfile(source="a few numbers", trajectories=tuple(trajectories), group_size=group_size)
+    return WorkloadProfile(
+        source="a few numbers", trajectories=tuple(trajectories), group_size=group_size, may_be_cut=0.5
+    )
+
+
+def unspecified() -> WorkloadProfile:
+    """The workload of `from_numbers` by default, which nobody asked for: it fits into every context."""
+    return msgspec.structs.replace(from_numbers(), source="a default workload", may_be_cut=1.0)

@@ -19,7 +19,7 @@ from makespan.rollout.resources.budget import GIB
 from makespan.rollout.resources.candidates import settings_of, small_plays
 from makespan.rollout.resources.footprint import DTYPE_BYTES, CacheSettings, ModelFootprint, footprint
 from makespan.rollout.resources.plan import MemoryPlan, PlanRequest, base_settings, carried, make_plan
-from makespan.rollout.resources.profile import WorkloadProfile, from_numbers, from_trace
+from makespan.rollout.resources.profile import WorkloadProfile, from_numbers, from_trace, unspecified
 from makespan.rollout.resources.shape import UnknownArchitecture
 from makespan.rollout.resources.vllm_wire import Answer, Play, Question, VllmUnavailable, ask
 
@@ -84,7 +84,7 @@ def run_plan(options: argparse.Namespace, console: Console) -> int:
     found, answer, notes = inquire(options, model, settings, request, profile)
     plan = make_plan(found, request, profile, played=answer.played if answer else (), notes=notes)
     write_json(options.json, figures(plan))
-    show(console, plan, profile)
+    show(console, plan)
     return 0
 
 
@@ -102,7 +102,7 @@ def inquire(
     except UnknownArchitecture as error:
         unknown = error
     else:
-        profile.check_context(request.length(closed))  # refused before vLLM is asked for nothing
+        profile = profile.within(request.length(closed))  # refused before vLLM is asked for nothing
         need = carried(closed, request, profile).blocks_a_trajectory
         choices = settings_of(closed)
         if len(choices) > 1:
@@ -176,7 +176,7 @@ def cache_settings(options: argparse.Namespace) -> CacheSettings:
 
 
 def workload_profile(options: argparse.Namespace) -> WorkloadProfile:
-    """The workload: a trace, or the numbers. Raises `MakespanError`."""
+    """The workload: a trace, the numbers, or a default. Raises `MakespanError`."""
     numbers = {
         "prompt_tokens": options.prompt,
         "turns": options.turns,
@@ -186,7 +186,7 @@ def workload_profile(options: argparse.Namespace) -> WorkloadProfile:
     }
     given = {name: value for name, value in numbers.items() if value is not None}
     if options.workload is None:
-        return from_numbers(**given)
+        return from_numbers(**given) if given else unspecified()
     if given:
         raise ConfigError(f"--workload and {', '.join(given)} contradict each other: the trace says them")
     return from_trace(load(options.workload, options.format), options.workload.name)
@@ -223,12 +223,12 @@ def figures(plan: MemoryPlan) -> dict[str, object]:
     }
 
 
-def show(console: Console, plan: MemoryPlan, profile: WorkloadProfile) -> None:
+def show(console: Console, plan: MemoryPlan) -> None:
     """The plan for people."""
     found, memory = plan.footprint, plan.memory
     console.print(
         f"{found.family} ({found.architecture}) on {found.platform}, {found.tensor_parallel} rank(s); "
-        f"workload: {profile.source}",
+        f"workload: {plan.workload_source}",
         soft_wrap=True,
     )
     console.print(_memory_table(plan))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from makespan.rollout.replay.trace import Trace, TraceHeader, TraceTrajectory, TraceTurn
-from makespan.rollout.resources.profile import contexts, from_numbers, from_trace
+from makespan.rollout.resources.profile import contexts, from_numbers, from_trace, unspecified
 from makespan.rollout.resources.shape import ResourceError
 
 
@@ -68,13 +68,34 @@ def test_without_spread_all_are_alike():
     assert {tuple(contexts(turns)) for turns in profile.trajectories} == {(332, 964, 1_596)}
 
 
-def test_a_workload_that_is_longer_than_the_context_is_refused_with_how_many():
-    profile = from_numbers(
-        prompt_tokens=300, turns=3, observation_tokens=600, generated_tokens=32, spread=0.0, sample=4
-    )
-    profile.check_context(1_596)
-    with pytest.raises(ResourceError, match=r"4 of 4 trajectories outgrow .* 1,595 tokens, the longest by 1"):
-        profile.check_context(1_595)
+def test_a_trace_that_is_longer_than_the_context_is_refused_with_how_many():
+    trace = Trace(TraceHeader(), tuple(trajectory(str(n), "g", (300, 32, 600), (0, 32, 0)) for n in range(4)))
+    profile = from_trace(trace, "a trace")
+    assert profile.within(964) is profile
+    with pytest.raises(ResourceError, match=r"4 of 4 trajectories outgrow .* 963 tokens, the longest by 1"):
+        profile.within(963)
+
+
+def test_of_drawn_trajectories_the_long_end_is_cut_where_a_turn_would_outgrow_the_context():
+    profile = from_numbers(prompt_tokens=30, turns=9, observation_tokens=100, generated_tokens=10, spread=0.5)
+    ends = sorted(contexts(turns)[-1] for turns in profile.trajectories)
+    limit = ends[48]
+    cut = profile.within(limit)
+    assert cut.longest_tokens <= limit
+    assert "15 of 64 trajectories end at the model's context" in cut.source
+    for before, after in zip(profile.trajectories, cut.trajectories, strict=True):
+        assert contexts(after) == contexts(before)[: len(after)]
+        assert after[-1].environment_s == 0.0  # nothing is asked of the environment after a trajectory's last turn
+        assert len(after) == len(before) or contexts(before)[len(after)] > limit
+    with pytest.raises(ResourceError, match="outgrow the model's context"):
+        profile.within(ends[20])
+
+
+def test_the_default_workload_fits_into_any_context():
+    for limit in (2, 100, 4_096, 1 << 20):
+        profile = unspecified().within(limit)
+        assert profile.longest_tokens <= limit
+        assert len(profile.trajectories) == 64
 
 
 @pytest.mark.parametrize("numbers", [{"turns": 0}, {"prompt_tokens": 0}, {"generated_tokens": -1}, {"spread": -1.0}])
