@@ -12,7 +12,6 @@ turn on the spot and passes everything else on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -26,7 +25,7 @@ from makespan.rollout.environment import (
     Session,
     StepResult,
 )
-from makespan.rollout.errors import ConfigError, FormatError
+from makespan.rollout.errors import FormatError
 from makespan.rollout.replay.environments import NO_ACTION
 from makespan.rollout.replay.plan import Plays
 from makespan.rollout.replay.trace import TraceTrajectory
@@ -107,25 +106,6 @@ def with_playbacks(tasks: Sequence[Task], plays: Plays) -> list[Task]:
         msgspec.structs.replace(task, payload=msgspec.to_builtins(playback(trajectory_id, recorded)))
         for task, (trajectory_id, recorded) in zip(tasks, plays.items(), strict=True)
     ]
-
-
-def scaled(trajectories: Sequence[TraceTrajectory], time_scale: float) -> tuple[TraceTrajectory, ...]:
-    """The same trajectories with all environment times multiplied. Raises `ConfigError` for a scale that is none."""
-    if not (time_scale > 0 and math.isfinite(time_scale)):
-        raise ConfigError(f"--time-scale is {time_scale:g}; it must be above 0 (1: the recorded times, 0.1: a tenth)")
-    return tuple(
-        msgspec.structs.replace(
-            recorded,
-            reset_s=recorded.reset_s * time_scale,
-            turns=tuple(
-                msgspec.structs.replace(
-                    turn, environment_s=None if turn.environment_s is None else turn.environment_s * time_scale
-                )
-                for turn in recorded.turns
-            ),
-        )
-        for recorded in trajectories
-    )
 
 
 def _observation(trajectory_id: str, recorded: TraceTrajectory, turn: int) -> Stretch | None:

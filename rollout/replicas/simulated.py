@@ -13,7 +13,9 @@ has not begun. When the running ones outgrow the memory and no waiting cache is 
 place: it starts again later, and computes everything anew. What a trajectory has left behind on this replica stays
 until it is overwritten, as the replica cannot know that it will not come back.
 
-Prefixes that different trajectories share (a group's prompt) are not reused here: each computes its own.
+Prefixes that different trajectories share are computed by each, as in the study of the regimes, unless
+`shared_prompts` is set: then the first prompt of a group (what stands before the `#` of its trajectories' ids) is found
+by those who start after one of them has computed it, for as long as the replica lives.
 """
 
 from __future__ import annotations
@@ -41,6 +43,11 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one sequence's recurrent state, in tokens of context."""
     max_sequences: int = 1024
     """Sequences that run at once."""
+    shared_prompts: bool = False
+    """Whether trajectories of a group find each other's first prompt."""
+    keeps_generated: bool = True
+    """Whether a turn finds what the one before generated, too. vLLM keeps the states of a hybrid model at the ends of
+    prompts only, by default: there it finds the prompt before, and computes what was generated again."""
     cost: InferenceCost = InferenceCost()
 
 
@@ -108,6 +115,7 @@ class SimulatedReplica:
         self._held = 0  # tokens of memory that running sequences hold
         self._cached: OrderedDict[str, tuple[int, int]] = OrderedDict()  # trajectory: (tokens held, end position)
         self._cached_tokens = 0
+        self._prompts: dict[str, int] = {}  # group: tokens of its first prompt that were computed
         self._step = 0  # steps done
         self._run_from_s = 0.0
         self._run_steps = 0  # of the run in progress
@@ -205,6 +213,9 @@ class SimulatedReplica:
         self._prefilling.remove(sequence)  # it stands at the front, or near it
         if sequence.decode_from_s is None:
             sequence.decode_from_s = now_s
+        if self._hardware.shared_prompts and sequence.request.turn == 0:
+            group = _group(sequence.request)
+            self._prompts[group] = max(self._prompts.get(group, 0), len(sequence.request.prompt_ids))
         self._held += 1
         sequence.generated += 1
         left = sequence.target - sequence.generated
@@ -269,7 +280,8 @@ class SimulatedReplica:
         trajectory_id = sequence.request.trajectory_id
         self._forget(trajectory_id)
         held = sequence.context + self._overhead
-        self._cached[trajectory_id] = (held, _end(sequence.request) + sequence.target - 1)
+        generated = sequence.target if self._hardware.keeps_generated else 0
+        self._cached[trajectory_id] = (held, _end(sequence.request) + generated - 1)
         self._cached_tokens += held
 
     def _forget(self, trajectory_id: str) -> int | None:
@@ -315,8 +327,12 @@ class SimulatedReplica:
     def _hit(self, sequence: _Sequence) -> int:
         """Tokens of the prompt that its trajectory's cache holds; the last one is always computed."""
         cached_end = self._forget(sequence.request.trajectory_id)
-        if cached_end is None or sequence.generated:
+        if sequence.generated:
             return 0
+        if cached_end is None:
+            if not self._hardware.shared_prompts or sequence.request.turn:
+                return 0
+            cached_end = self._prompts.get(_group(sequence.request), 0)
         start = _end(sequence.request) - len(sequence.request.prompt_ids)
         hit_tokens = min(cached_end - start, sequence.context - 1)
         return max(0, hit_tokens - hit_tokens % self._hardware.block_tokens)
@@ -372,6 +388,11 @@ class SimulatedReplica:
         """Steps until waiting caches, or running sequences, have to give way."""
         free = self._hardware.kv_tokens - self._held - self._cached_tokens
         return 1 + (free - len(self._running)) // self._sequences
+
+
+def _group(request: Request) -> str:
+    """The group of the request's trajectory."""
+    return request.trajectory_id.rpartition("#")[0]
 
 
 def _end(request: Request) -> int:

@@ -1,5 +1,8 @@
 """The ladder: the same batches under one policy after another, and what each step changes.
 
+`LADDER` has the baselines. `ABLATION` has the product: from today's practice one part more on each rung, then the whole
+without one part each, since the order in which parts are added hides effects, and what bounds it.
+
 Every rung runs the batches of the same seeds, so that differences are paired: the noise between batches is far larger
 than any policy's effect. A makespan is a maximum and a single batch tells nothing; means come with standard errors.
 """
@@ -10,6 +13,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -65,6 +69,58 @@ LADDER: tuple[Rung, ...] = (
 )
 
 
+FULL = Policies(admission="parking", routing="cost", scheduling="caas", order="forecast", history="prompts")
+"""Every part of the product, with all that earlier steps can teach; the concurrency is the batch's reference."""
+
+
+def _part(name: str, says: str, **changes: Any) -> Rung:
+    """A rung of `FULL` with something else in its place, at the reference concurrency."""
+    chosen = msgspec.structs.replace(FULL, **changes)
+
+    def policies(trace: Trace, hardware: Hardware) -> Policies:
+        if chosen.admission == "everything":
+            return chosen
+        if chosen.admission == "coupled":
+            return msgspec.structs.replace(chosen, concurrency=hardware.slots)
+        return msgspec.structs.replace(chosen, concurrency=reference_concurrency(trace, hardware))
+
+    return Rung(name, says, policies)
+
+
+STICKY, FIRST_COME = {"routing": "sticky-least-inflight"}, {"scheduling": "fifo", "order": "arrival"}
+
+
+def _oversample_parking(trace: Trace, hardware: Hardware) -> Policies:
+    needed = max(1, round(len(trace.trajectories) / OVERSAMPLE))
+    concurrency = reference_concurrency(trace, hardware)
+    return Policies(admission="parking", concurrency=concurrency, routing="cost", needed=needed)
+
+
+ABLATION: tuple[Rung, ...] = (
+    LADDER[0],
+    _part("+parking", "decoupled, parking at the reference concurrency", **STICKY, **FIRST_COME, history="none"),
+    _part("+routing", "the same, routing by cost", **FIRST_COME, history="none"),
+    _part("+caas", "the same, caas and admission by forecast, knowing the last step", history="last-step"),
+    _part("+history", "the same, knowing earlier epochs of the prompts: everything", history="prompts"),
+    _part("-decoupling", "everything, but a trajectory holds its slot from start to end", admission="coupled"),
+    _part("-parking", "everything, but all are admitted at once", admission="everything"),
+    _part("-routing", "everything, but routing is sticky least-in-flight", **STICKY),
+    _part("-caas", "everything, but actions and admission are first come, first served", **FIRST_COME),
+    _part("oracle", "parking and routing by cost, the longest true time first", scheduling="oracle", order="oracle"),
+    Rung("cut", f"as `+routing`, stopped at 1/{OVERSAMPLE} of the trajectories", _oversample_parking),
+)
+
+
+def without_past(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
+    """The rungs for a single recorded batch, before which nothing is known: those that are then the same as another
+    are left out."""
+
+    def forgetful(rung: Rung) -> Rung:
+        return Rung(rung.name, rung.says, lambda t, h: msgspec.structs.replace(rung.policies(t, h), history="none"))
+
+    return tuple(forgetful(rung) for rung in rungs if rung.name != "+history")
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """One batch under one combination of policies."""
 
@@ -113,8 +169,12 @@ def measured(
 
 
 def outcome(trace: Trace, hardware: Hardware, policies: Policies, seed: int, history: History | None = None) -> Outcome:
-    """One batch in the figures that a comparison needs."""
-    log, analysis = measured(trace, hardware, policies, seed, history)
+    """One simulated batch in the figures that a comparison needs."""
+    return outcome_of(*measured(trace, hardware, policies, seed, history), trace)
+
+
+def outcome_of(log: MergedLog, analysis: BatchAnalysis, trace: Trace) -> Outcome:
+    """The figures of a batch that is over, whatever it ran on."""
     prefilled = analysis.tokens.prompt - (analysis.tokens.cached or 0)
     discarded, kept_length = oversampling(log, trace)
     return Outcome(

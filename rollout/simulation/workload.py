@@ -15,6 +15,7 @@ import msgspec
 from makespan.rollout.errors import ConfigError, nearest
 from makespan.rollout.history import History
 from makespan.rollout.replay.importers import load
+from makespan.rollout.replay.scaling import scaled_times, scaled_tokens
 from makespan.rollout.replay.trace import Trace, TraceTrajectory
 from makespan.rollout.simulation.batch import Hardware, alone_s
 from makespan.rollout.simulation.coding import CODING, coding_chains, generate_coding
@@ -152,4 +153,22 @@ def reference_concurrency(trace: Trace, hardware: Hardware) -> int:
         for trajectory in trace.trajectories
     ]
     memory = hardware.replicas * hardware.replica.kv_tokens
-    return max(1, int(MEMORY_MARGIN * memory * len(means) / sum(means)))
+    overhead = hardware.replica.block_tokens - 1 + hardware.replica.state_tokens
+    return max(1, int(MEMORY_MARGIN * memory * len(means) / sum(mean + overhead for mean in means)))
+
+
+def smaller(work: Workload, *, token_scale: float, time_scale: float) -> Workload:
+    """The same workload with fewer tokens and shorter environment times. Raises `ConfigError` for a scale that is
+    none."""
+
+    def scaled(trace: Trace) -> Trace:
+        return Trace(trace.header, scaled_times(scaled_tokens(trace.trajectories, token_scale), time_scale))
+
+    again = work.again
+    limit = work.max_context_tokens
+    return msgspec.structs.replace(
+        work,
+        batch=lambda seed: scaled(work.batch(seed)),
+        again=None if again is None else lambda seed, epoch: scaled(again(seed, epoch)),
+        max_context_tokens=None if limit is None else max(1, round(limit * token_scale)),
+    )

@@ -63,7 +63,10 @@ def test_figures_go_to_standard_output_and_words_elsewhere(capsys):
         (["simulate", "bfcl", "--scheduling", "fifa"], "did you mean 'fifo'"),
         (["simulate", "bfcl", "--admission", "fix"], "did you mean 'fixed'"),
         (["simulate", "bfcl", "--concurrency", "4"], "must be null"),
-        (["ablate", "bfcl"], "--simulate"),
+        (["ablate", "bfcl", "--simulate", "--rungs", "coupled,cass"], "--rungs: unknown rung 'cass'"),
+        (["ablate", "bfcl", "--simulate", "--token-scale", "0"], "--token-scale is 0; it must be above 0"),
+        (["ablate", "bfcl", "--replay", "--ample"], "--ample is of simulations"),
+        (["ablate", "bfcl", "--replay", "--model", "nowhere"], "nowhere"),
         (["ablate", "bfcl", "--simulate", "--seeds", "0"], "--seeds"),
     ],
 )
@@ -81,8 +84,8 @@ def test_the_ladder_is_a_table_json_and_a_figure(tmp_path, capsys):
     figures = json.loads(path.read_bytes())
     rows = {row["rung"]: row for row in figures["rows"]}
     assert figures["seeds"] == 2
-    assert rows["coupled"]["against_coupled_pct"]["mean"] == 0.0
-    assert rows["concurrency"]["against_coupled_pct"]["mean"] < 0
+    assert rows["coupled"]["against_pct"]["coupled"]["mean"] == 0.0
+    assert rows["concurrency"]["against_pct"]["coupled"]["mean"] < 0
     assert rows["oversample-cut"]["discarded_tokens"] > 0
     assert "oracle" in capsys.readouterr().out
     labels = [element.text for element in ElementTree.parse(image).iter("{http://www.w3.org/2000/svg}text")]

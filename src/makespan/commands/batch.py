@@ -162,12 +162,7 @@ class _Batch:
         with events:
             async with parts(config, work.model, self._directory) as (replicas, client):
                 coordinator = Coordinator(self._history, slots={name: client.info.slots[step_class(name)]})
-                engine = self._make_engine(work, replicas, client, coordinator, events)
-                if work.facts is not None:
-                    events.emit("facts", **work.facts)
-                events.emit("environment_server", slots=client.info.slots, server=client.info.server_id)
-                for replica in replicas.values():
-                    events.emit("replica", replica=replica.replica_id, **msgspec.structs.asdict(replica.ready))
+                engine = make_engine(config, work, replicas, client, coordinator, events)
                 self._setup_s = loop.time() - start_s
                 console.print(f"ready after {self._setup_s:.0f} s: {work.trajectories} trajectories")
                 self._engine = engine
@@ -178,40 +173,6 @@ class _Batch:
                     await engine.run(work.tasks, samples_per_task=work.samples_per_task, on_end=self._results.append)
                 if config.history is not None:
                     write_history(Path(config.history), coordinator.history)
-
-    def _make_engine(
-        self,
-        work: Work,
-        replicas: dict[str, VllmReplica],
-        client: EnvClient,
-        coordinator: Coordinator,
-        events: EventLog,
-    ) -> RolloutEngine:
-        config = self._config
-        admission = config.admission
-        memory: ReplicaMemory | None = replica_memory(
-            work.model,
-            next(iter(replicas.values())).ready,
-            on_gpu=bool(visible_gpus()),
-            prefix_caching=config.replicas.prefix_caching,
-        )
-        order = make_order(admission.order, coordinator, admission.concurrency, work.remaining_s)
-        return RolloutEngine(
-            replicas=replicas,
-            router=make_router(
-                config.routing.policy, list(replicas), random.Random(config.seed), memory=memory, cost=work.cost
-            ),
-            admission=make_admission(
-                admission.policy, admission.concurrency, order, memory=memory, replicas=len(replicas)
-            ),
-            environments=work.environments(client),
-            agent=work.agent,
-            conversation=work.conversation,
-            coordinator=coordinator,
-            scheduling=action_policy(config.scheduling.policy, coordinator, work.remaining_s),
-            limits=work.limits,
-            events=events,
-        )
 
     def _write(self, work: Work) -> Summary | None:
         """Write what was observed; None when the batch never began."""
@@ -248,6 +209,44 @@ class _Batch:
         if summary.failures.get("refused"):
             return 2
         return 0 if counts.finished + counts.truncated else 1
+
+
+def make_engine(
+    config: RunConfig,
+    work: Work,
+    replicas: dict[str, VllmReplica],
+    client: EnvClient,
+    coordinator: Coordinator,
+    events: EventLog,
+) -> RolloutEngine:
+    """The engine of a batch, by the policies of its configuration; its log is told what it runs on."""
+    if work.facts is not None:
+        events.emit("facts", **work.facts)
+    events.emit("environment_server", slots=client.info.slots, server=client.info.server_id)
+    for replica in replicas.values():
+        events.emit("replica", replica=replica.replica_id, **msgspec.structs.asdict(replica.ready))
+    admission = config.admission
+    memory: ReplicaMemory | None = replica_memory(
+        work.model,
+        next(iter(replicas.values())).ready,
+        on_gpu=bool(visible_gpus()),
+        prefix_caching=config.replicas.prefix_caching,
+    )
+    order = make_order(admission.order, coordinator, admission.concurrency, work.remaining_s)
+    return RolloutEngine(
+        replicas=replicas,
+        router=make_router(
+            config.routing.policy, list(replicas), random.Random(config.seed), memory=memory, cost=work.cost
+        ),
+        admission=make_admission(admission.policy, admission.concurrency, order, memory=memory, replicas=len(replicas)),
+        environments=work.environments(client),
+        agent=work.agent,
+        conversation=work.conversation,
+        coordinator=coordinator,
+        scheduling=action_policy(config.scheduling.policy, coordinator, work.remaining_s),
+        limits=work.limits,
+        events=events,
+    )
 
 
 def make_run_directory(parent: Path, name: str) -> Path:

@@ -9,6 +9,7 @@ import platform
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from rich.table import Table
 from makespan.commands.output import check_output
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.replicas.base import Request, Sampling
-from makespan.rollout.replicas.vllm import VllmReplica, visible_gpus
+from makespan.rollout.replicas.vllm import VllmReplica, divide_cores, start_replicas, visible_gpus
 from makespan.rollout.replicas.wire import HostConfig
 from makespan.rollout.resources.calibration import Calibration, Measured, Probe, calibrate, seconds
 
@@ -36,6 +37,9 @@ def add_calibrate(command: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     command.add_argument("model", help="embedded, smollm2 or a model's directory")
     command.add_argument("--out", type=Path, default=Path("calibration.json"), help="default: calibration.json")
+    command.add_argument(
+        "--replicas", type=int, default=1, help="that share the machine, all measured at once (default: 1)"
+    )
     command.add_argument("--unit-tokens", type=int, default=256, help="prompts are 1 to 12 times this (default: 256)")
     command.add_argument("--max-num-batched-tokens", type=int, default=2048, help="as in the run (default: 2048)")
     command.add_argument(
@@ -54,6 +58,9 @@ def run_calibrate(options: argparse.Namespace, console: Console) -> int:
     if options.unit_tokens < 16:
         raise ConfigError(f"--unit-tokens: prompts below 16 tokens measure nothing, not {options.unit_tokens}")
     gpus = visible_gpus()
+    if options.replicas < 1 or (gpus and options.replicas > len(gpus)):
+        has = f"1 to {len(gpus)}, as many GPUs are visible" if gpus else "at least 1"
+        raise ConfigError(f"--replicas must be {has}, not {options.replicas}")
     model = resolve(options.model)
     gib = options.kv_cache_gib if options.kv_cache_gib is not None else (None if gpus else 1.0)
     config = HostConfig(
@@ -63,28 +70,40 @@ def run_calibrate(options: argparse.Namespace, console: Console) -> int:
         kv_cache_bytes=None if gib is None else int(gib * 2**30),
         max_num_batched_tokens=options.max_num_batched_tokens,
         prefix_caching=False,
-        cores=() if gpus else tuple(sorted(os.sched_getaffinity(0))),
+        cores=(),
         seed=0,
-        gpu=gpus[0] if gpus else None,
     )
+    cores = divide_cores(options.replicas, sorted(os.sched_getaffinity(0)))
+    configs = {
+        f"replica-{index}": msgspec.structs.replace(config, gpu=gpus[index])
+        if gpus
+        else msgspec.structs.replace(config, cores=cores[index])
+        for index in range(options.replicas)
+    }
     with tempfile.TemporaryDirectory(prefix="makespan-") as directory:
-        log = Path(directory) / "engine.log"
-        result = asyncio.run(_calibrate(options.model, config, options.unit_tokens, log, options.start_timeout_s))
+        result = asyncio.run(
+            _calibrate(options.model, configs, options.unit_tokens, Path(directory), options.start_timeout_s)
+        )
     options.out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     _show(console, result)
     console.print(f"written to {options.out}; use it with --calibration {options.out}", soft_wrap=True)
     return 0
 
 
-async def _calibrate(name: str, config: HostConfig, unit: int, log: Path, start_timeout_s: float) -> Calibration:
-    replica = await VllmReplica.start("calibrated", config, log, start_timeout_s)
+async def _calibrate(
+    name: str, configs: dict[str, HostConfig], unit: int, logs: Path, start_timeout_s: float
+) -> Calibration:
+    replicas = await start_replicas(configs, logs, start_timeout_s)
     try:
-        measured = await measure(replica, probes(FIT, unit) + probes(JUDGE, unit))
+        measured = await measure(list(replicas.values()), probes(FIT, unit) + probes(JUDGE, unit))
     finally:
-        await replica.close()
+        await asyncio.gather(*(replica.close() for replica in replicas.values()))
     fitted, judged = measured[: len(FIT)], measured[len(FIT) :]
-    machine = f"GPU {config.gpu}" if config.gpu is not None else f"{len(config.cores)} cores, {platform.machine()}"
-    return calibrate(name, machine, fitted, judged, config.max_num_batched_tokens)
+    first = next(iter(configs.values()))
+    machine = f"GPU {first.gpu}" if first.gpu is not None else f"{len(first.cores)} cores, {platform.machine()}"
+    if len(configs) > 1:
+        machine += f", each of {len(configs)} replicas"
+    return calibrate(name, machine, fitted, judged, first.max_num_batched_tokens)
 
 
 def probes(shapes: tuple[Shape, ...], unit_tokens: int) -> list[Probe]:
@@ -95,14 +114,20 @@ def probes(shapes: tuple[Shape, ...], unit_tokens: int) -> list[Probe]:
     ]
 
 
-async def measure(replica: VllmReplica, asked: list[Probe]) -> list[Measured]:
+async def measure(replicas: Sequence[VllmReplica], asked: list[Probe]) -> list[Measured]:
     """Run all probes in each of `REPETITIONS` rounds, so that a disturbance hits each of them once; of each the
-    shortest time."""
+    shortest time. Every replica runs the same probe at the same time, and their mean time counts: what they share,
+    memory bandwidth above all, is shared as in a batch."""
     rng = random.Random(0)
-    rounds = [[await _once(replica, probe, rng) for probe in asked] for _ in range(REPETITIONS)]
+    rounds = [[await _at_once(replicas, probe, rng) for probe in asked] for _ in range(REPETITIONS)]
     return [
         Measured(probe=probe, seconds=min(times)) for probe, times in zip(asked, zip(*rounds, strict=True), strict=True)
     ]
+
+
+async def _at_once(replicas: Sequence[VllmReplica], probe: Probe, rng: random.Random) -> float:
+    times = await asyncio.gather(*(_once(replica, probe, rng) for replica in replicas))
+    return sum(times) / len(times)
 
 
 async def _once(replica: VllmReplica, probe: Probe, rng: random.Random) -> float:

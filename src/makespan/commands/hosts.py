@@ -67,27 +67,41 @@ async def parts(
     config: RunConfig, model: Path, directory: Path
 ) -> AsyncIterator[tuple[dict[str, VllmReplica], EnvClient]]:
     """Replicas and a connected environment client, for the time of the block."""
-    async with _environment_address(config, directory) as address:
-        job = f"{directory.name}-{os.getpid()}"
-        environment = config.environment
-        async with EnvClient(
-            address,
-            job=job,
-            connect_timeout_s=environment.connect_timeout_s,
-            request_timeout_s=environment.request_timeout_s,
-        ) as client:
-            if environment.name not in client.info.environments:
-                known = ", ".join(client.info.environments)
-                raise ConfigError(
-                    f"environment.name: the server at {address} has no {environment.name!r} (it has: {known})"
-                )
-            replicas = await start_replicas(
-                host_configs(config, model), directory / "logs", config.replicas.start_timeout_s
+    async with (
+        environment_address(config, directory) as address,
+        connected(config, address, f"{directory.name}-{os.getpid()}") as client,
+        running_replicas(config, model, directory) as replicas,
+    ):
+        yield replicas, client
+
+
+@contextlib.asynccontextmanager
+async def connected(config: RunConfig, address: str, job: str) -> AsyncIterator[EnvClient]:
+    """A client of the environment server under this job's name. Raises `ConfigError` when the server lacks the
+    environment."""
+    environment = config.environment
+    async with EnvClient(
+        address,
+        job=job,
+        connect_timeout_s=environment.connect_timeout_s,
+        request_timeout_s=environment.request_timeout_s,
+    ) as client:
+        if environment.name not in client.info.environments:
+            known = ", ".join(client.info.environments)
+            raise ConfigError(
+                f"environment.name: the server at {address} has no {environment.name!r} (it has: {known})"
             )
-            try:
-                yield replicas, client
-            finally:
-                await asyncio.shield(asyncio.gather(*(replica.close() for replica in replicas.values())))
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def running_replicas(config: RunConfig, model: Path, directory: Path) -> AsyncIterator[dict[str, VllmReplica]]:
+    """Replicas, for the time of the block; their logs go to `directory/logs`."""
+    replicas = await start_replicas(host_configs(config, model), directory / "logs", config.replicas.start_timeout_s)
+    try:
+        yield replicas
+    finally:
+        await asyncio.shield(asyncio.gather(*(replica.close() for replica in replicas.values())))
 
 
 def host_configs(config: RunConfig, model: Path) -> dict[str, HostConfig]:
@@ -121,7 +135,8 @@ def host_configs(config: RunConfig, model: Path) -> dict[str, HostConfig]:
 
 
 @contextlib.asynccontextmanager
-async def _environment_address(config: RunConfig, directory: Path) -> AsyncIterator[str]:
+async def environment_address(config: RunConfig, directory: Path) -> AsyncIterator[str]:
+    """Where the environment server is: the configured one, or one of its own for the time of the block."""
     environment = config.environment
     if environment.address is not None:
         yield environment.address

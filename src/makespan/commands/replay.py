@@ -27,10 +27,11 @@ from makespan.rollout.replay.content import ReplayConversation, check_lengths, c
 from makespan.rollout.replay.fidelity import Durations, fidelity
 from makespan.rollout.replay.importers import FORMATS, load
 from makespan.rollout.replay.plan import ENVIRONMENT, Plays, limits, plan
-from makespan.rollout.replay.playback import PlayedEnvironments, scaled, with_playbacks
+from makespan.rollout.replay.playback import PlayedEnvironments, with_playbacks
+from makespan.rollout.replay.scaling import scaled_times
 from makespan.rollout.replay.trace import Trace, TraceTrajectory
 from makespan.rollout.resources import calibration
-from makespan.rollout.simulation.batch import remaining
+from makespan.rollout.simulation.batch import Policies, remaining
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.telemetry.merge import MergedLog
 
@@ -58,14 +59,19 @@ def add_replay(command: argparse.ArgumentParser) -> None:
         "--history", metavar="PATH", help="what earlier batches taught: read first, replaced at the end"
     )
     command.add_argument("--calibration", type=Path, metavar="PATH", help="costs of inference, for `cost` and `oracle`")
-    command.add_argument("--model", default="embedded", help="embedded, smollm2 or a directory (default: embedded)")
     command.add_argument("--replicas", type=int, default=2, help="vLLM replicas (default: 2)")
+    command.add_argument("--slots", type=int, default=8, help="environment actions that run at once (default: 8)")
+    command.add_argument("--start-slots", type=int, help="environments that start at once (default: all)")
+    add_engines(command)
+    command.add_argument("--name", default="replay", help="of the run directory (default: replay)")
+
+
+def add_engines(command: argparse._ActionsContainer) -> None:
+    """Add what `replay` and `ablate --replay` ask of the machine."""
+    command.add_argument("--model", default="embedded", help="embedded, smollm2 or a directory (default: embedded)")
     command.add_argument("--num-blocks", type=int, help="cache blocks of a replica (default: what its memory holds)")
     command.add_argument("--kv-cache-gib", type=float, default=1.0, help="cache memory of a replica (default: 1)")
     command.add_argument("--max-num-seqs", type=int, default=32, help="sequences in a replica at once (default: 32)")
-    command.add_argument("--slots", type=int, default=8, help="environment actions that run at once (default: 8)")
-    command.add_argument("--start-slots", type=int, help="environments that start at once (default: all)")
-    command.add_argument("--name", default="replay", help="of the run directory (default: replay)")
     command.add_argument("--runs-directory", default="runs", metavar="PATH", help="where it is made (default: runs)")
 
 
@@ -74,14 +80,12 @@ def run_replay(options: argparse.Namespace, console: Console) -> int:
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit must be at least 1, not {options.limit}")
     trace = load(options.trace, options.format, skip_bad=options.skip_bad)
-    from makespan.integrations.models import resolve
-
-    replay = _replay(options, trace, resolve(options.model))
-    return run_batch(replay.config, lambda: _prepare(replay), console, options.json)
+    replay = _replay(options, trace)
+    return run_batch(replay.config, lambda: prepare(replay), console, options.json)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Replay:
+class Replay:
     """Everything that a replay is made from."""
 
     config: RunConfig
@@ -93,20 +97,69 @@ class _Replay:
     cost: InferenceCost | None
 
 
-def _replay(options: argparse.Namespace, trace: Trace, model: Path) -> _Replay:
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """What replays run on."""
+
+    model: Path
+    vocabulary: int
+    context_tokens: int | None
+    """The longest context that the model was made for."""
+
+    @staticmethod
+    def of(name: str) -> Engines:
+        """The limits of a model by its name or directory. Raises `ConfigError`."""
+        from makespan.integrations.models import resolve
+
+        model = resolve(name)
+        known = model_limits(model)
+        if known.vocabulary is None:
+            raise ConfigError(
+                f"model.path: the configuration of {model.name} has no vocab_size: tokens cannot be drawn"
+            )
+        return Engines(model=model, vocabulary=known.vocabulary, context_tokens=known.context_tokens)
+
+    def check(self, trajectories: Sequence[TraceTrajectory]) -> None:
+        """Raise `ConfigError` for trajectories that the model cannot replay."""
+        if self.context_tokens is not None:
+            check_lengths(trajectories, self.context_tokens, self.model.name)
+        check_vocabulary(trajectories, self.vocabulary, self.model.name)
+
+    def max_model_len(self, trajectories: Sequence[TraceTrajectory]) -> int:
+        """The longest context that the replicas are to serve: that of the trajectories, rounded up."""
+        longest = max(map(context_tokens, trajectories))
+        rounded = -(-longest // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
+        return rounded if self.context_tokens is None else min(rounded, self.context_tokens)
+
+
+def _replay(options: argparse.Namespace, trace: Trace) -> Replay:
     """Choose from the trace and check what was chosen. Raises `ConfigError`."""
-    known = model_limits(model)
-    if known.vocabulary is None:
-        raise ConfigError(f"model.path: the configuration of {model.name} has no vocab_size: tokens cannot be drawn")
-    trace = _chosen(options, trace, known.context_tokens)
-    if known.context_tokens is not None:
-        check_lengths(trace.trajectories, known.context_tokens, model.name)
-    check_vocabulary(trace.trajectories, known.vocabulary, model.name)
-    trace = Trace(trace.header, scaled(trace.trajectories, options.time_scale))
-    return _Replay(
-        config=_config(options, trace.trajectories, known.context_tokens),
-        model=model,
-        vocabulary=known.vocabulary,
+    engines = Engines.of(options.model)
+    trace = _chosen(options, trace, engines.context_tokens)
+    engines.check(trace.trajectories)
+    trace = Trace(trace.header, scaled_times(trace.trajectories, options.time_scale))
+    policies = Policies(
+        admission=options.admission,
+        concurrency=options.concurrency,
+        routing=options.routing,
+        scheduling=options.scheduling,
+        order=options.order,
+    )
+    if policies.admission == "coupled" and policies.concurrency is None:
+        policies = msgspec.structs.replace(policies, concurrency=options.slots)
+    return Replay(
+        config=replay_config(
+            options,
+            policies,
+            tasks=len(trace.trajectories),
+            max_model_len=engines.max_model_len(trace.trajectories),
+            replicas=options.replicas,
+            slots=options.slots,
+            seed=options.seed,
+            history=options.history,
+        ),
+        model=engines.model,
+        vocabulary=engines.vocabulary,
         trace=trace,
         time_scale=options.time_scale,
         cost=None if options.calibration is None else calibration.read(options.calibration).cost,
@@ -133,44 +186,47 @@ def _without_ids(recorded: TraceTrajectory) -> TraceTrajectory:
     return msgspec.structs.replace(recorded, prompt_ids=None, turns=turns)
 
 
-def _config(
-    options: argparse.Namespace, trajectories: Sequence[TraceTrajectory], limit_tokens: int | None
+def replay_config(
+    options: argparse.Namespace,
+    policies: Policies,
+    *,
+    tasks: int,
+    max_model_len: int,
+    replicas: int,
+    slots: int,
+    seed: int,
+    history: str | None = None,
 ) -> RunConfig:
-    """The configuration of the batch, as `makespan run` would take it."""
-    longest = max(map(context_tokens, trajectories))
-    max_model_len = -(-longest // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
-    concurrency = options.concurrency
-    if options.admission == "coupled" and concurrency is None:
-        concurrency = options.slots
-    start_slots = len(trajectories) if options.start_slots is None else options.start_slots
+    """The configuration of one batch, as `makespan run` would take it. `options` are those of `add_engines`, the name
+    and the starting slots. Raises `ConfigError`."""
     document: dict[str, Any] = {
         "name": options.name,
         "runs_directory": options.runs_directory,
-        "seed": options.seed,
-        "tasks": len(trajectories),
-        "history": options.history,
+        "seed": seed,
+        "tasks": tasks,
+        "history": history,
         "model": {"path": options.model},
         "replicas": {
-            "count": options.replicas,
+            "count": replicas,
             "max_num_seqs": options.max_num_seqs,
-            "max_model_len": max_model_len if limit_tokens is None else min(max_model_len, limit_tokens),
+            "max_model_len": max_model_len,
             "kv_cache_gib": options.kv_cache_gib,
             "num_blocks": options.num_blocks,
         },
         "environment": {
             "name": ENVIRONMENT,
-            "slots": {"start": start_slots, "step": options.slots},
+            "slots": {"start": tasks if options.start_slots is None else options.start_slots, "step": slots},
             "request_timeout_s": REQUEST_TIMEOUT_S,
         },
-        "admission": {"policy": options.admission, "concurrency": concurrency, "order": options.order},
-        "routing": {"policy": options.routing},
-        "scheduling": {"policy": options.scheduling},
+        "admission": {"policy": policies.admission, "concurrency": policies.concurrency, "order": policies.order},
+        "routing": {"policy": policies.routing},
+        "scheduling": {"policy": policies.scheduling},
         "limits": {"trajectory_timeout_s": None},
     }
     return check(document, "makespan replay")
 
 
-def _prepare(replay: _Replay) -> Work:
+def prepare(replay: Replay) -> Work:
     """The batch to run. Raises `ConfigError`."""
     config = replay.config
     tasks, plays = plan(replay.trace.trajectories)
@@ -201,7 +257,7 @@ def _prepare(replay: _Replay) -> Work:
     )
 
 
-def _figures(replay: _Replay, plays: Plays, ended: Ended) -> dict[str, Any]:
+def _figures(replay: Replay, plays: Plays, ended: Ended) -> dict[str, Any]:
     """What `replay.json` and `--json` say."""
     config = replay.config
     return {
@@ -222,7 +278,7 @@ def _figures(replay: _Replay, plays: Plays, ended: Ended) -> dict[str, Any]:
     }
 
 
-def _notes(replay: _Replay, durations: Durations) -> list[str]:
+def _notes(replay: Replay, durations: Durations) -> list[str]:
     source = replay.trace.header.source or "of unknown source"
     notes = [f"replayed from a trace ({source}): lengths and environment times are the recording's"]
     if replay.time_scale != 1.0:

@@ -14,6 +14,9 @@ from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.regimes import CHAINS, GROUP_SIZE
 from makespan.rollout.simulation.workload import Workload, knee_slots, workload
 
+REPLICAS = 4
+"""Simulated ones, by default."""
+
 AMPLE_TOKENS = 1 << 40
 """Memory that never binds."""
 
@@ -24,9 +27,9 @@ def add_workload(command: argparse.ArgumentParser) -> None:
     command.add_argument("--format", help=f"of a trace file: {', '.join(FORMATS)} (default: guessed)")
     command.add_argument("--skip-bad", action="store_true", help="leave out inconsistent trajectories, counting them")
     command.add_argument("--sessions", type=Path, metavar="PATH", help="recorded sessions for the coding regimes")
-    command.add_argument("--chains", type=int, default=CHAINS, help=f"size of a regime's batch (default: {CHAINS})")
+    command.add_argument("--chains", type=int, help=f"size of a regime's batch (default: {CHAINS}; replayed 24)")
     command.add_argument("--group-size", type=int, default=GROUP_SIZE, help=f"chains a prompt (default: {GROUP_SIZE})")
-    command.add_argument("--replicas", type=int, default=4, help="simulated replicas (default: 4)")
+    command.add_argument("--replicas", type=int, help="default: 4 simulated, 2 replayed")
     memory = command.add_mutually_exclusive_group()
     memory.add_argument("--kv-tokens", type=int, default=840_000, help="memory of a replica (default: 840,000 tokens)")
     memory.add_argument("--ample", action="store_true", help="memory that never binds")
@@ -43,7 +46,7 @@ def resolve(options: argparse.Namespace) -> tuple[Workload, Hardware]:
         sessions=options.sessions,
         format_=options.format,
         skip_bad=options.skip_bad,
-        chains=options.chains,
+        chains=CHAINS if options.chains is None else options.chains,
         group_size=options.group_size,
     )
     for name in ("replicas", "kv_tokens", "slots", "start_slots", "max_context"):
@@ -53,7 +56,7 @@ def resolve(options: argparse.Namespace) -> tuple[Workload, Hardware]:
     cost = InferenceCost() if options.calibration is None else calibration.read(options.calibration).cost
     replica = ReplicaHardware(kv_tokens=AMPLE_TOKENS if options.ample else options.kv_tokens, cost=cost)
     hardware = Hardware(
-        replicas=options.replicas,
+        replicas=options.replicas or REPLICAS,
         replica=replica,
         slots=options.slots or knee_slots(work, replica.cost),
         start_slots=options.start_slots,

@@ -14,10 +14,10 @@ from makespan.rollout.replay.playback import (
     Stretch,
     answer,
     read_playback,
-    scaled,
     stretch,
     with_playbacks,
 )
+from makespan.rollout.replay.scaling import scaled_times
 from makespan.rollout.trajectory import Progress
 
 from .recordings import recording
@@ -56,17 +56,17 @@ def test_another_version_and_another_payload_are_refused():
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
 def test_a_time_scale_must_be_above_zero(scale):
     with pytest.raises(ConfigError, match="--time-scale"):
-        scaled(TWO, scale)
+        scaled_times(TWO, scale)
 
 
 def test_scaling_multiplies_times_and_leaves_lengths():
-    half = scaled(TWO, 0.5)
+    half = scaled_times(TWO, 0.5)
     assert [(t.reset_s, [turn.environment_s for turn in t.turns]) for t in half] == [
         (1.0, [0.25, 0.75]),
         (2.0, [0.125, None, None]),
     ]
     assert [t.turns[0].prompt_tokens for t in half] == [100, 100]
-    assert scaled(TWO, 1.0) == TWO
+    assert scaled_times(TWO, 1.0) == TWO
 
 
 class Server:

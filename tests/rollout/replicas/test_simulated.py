@@ -74,6 +74,32 @@ def test_a_hit_is_a_multiple_of_the_block():
     assert completion.cached_tokens == 192
 
 
+def test_a_hybrid_finds_the_prompt_before_but_not_what_was_generated():
+    arrivals = [(0.0, request("a", 200, 40)), (1000.0, request("a", 300, 5, turn=1))]
+    hybrid = ReplicaHardware(cost=COST, block_tokens=16, keeps_generated=False)
+    assert served(hybrid, arrivals)["a/1"][1].cached_tokens == 192  # 199 = 12 blocks of 16 and 7
+    attention = ReplicaHardware(cost=COST, block_tokens=16)
+    assert served(attention, arrivals)["a/1"][1].cached_tokens == 224  # 239 = 14 blocks of 16 and 15
+
+
+def test_a_groups_first_prompt_is_found_once_it_was_computed():
+    arrivals = [
+        (0.0, request("g#0", 250, 5)),
+        (0.5, request("g#1", 250, 5)),  # starts while the first is still prefilled
+        (100.0, request("g#2", 300, 5)),
+        (100.0, request("other#0", 250, 5)),
+        (300.0, request("g#3", 250, 5)),
+    ]
+
+    def cached(shared: bool) -> list[int | None]:
+        hardware = ReplicaHardware(cost=COST, block_tokens=20, shared_prompts=shared)
+        ends = served(hardware, arrivals)
+        return [ends[asked.request_id][1].cached_tokens for _, asked in arrivals]
+
+    assert cached(True) == [0, 0, 240, 0, 240]
+    assert cached(False) == [0] * 5
+
+
 def test_an_arrival_waits_for_the_step_in_progress_and_then_shares_the_steps():
     # a's prompt is done at 1.1 + 1.0 = 2.1 s; its decode steps take 1.1 + 0.001 * context (101, 102, …).
     arrivals = [(0.0, request("a", 100, 100)), (2.5, request("b", 50, 1))]

@@ -1,10 +1,11 @@
+import msgspec
 import pytest
 
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.simulation.batch import Hardware
 from makespan.rollout.simulation.cost import InferenceCost
-from makespan.rollout.simulation.ladder import LADDER, Outcome, change_pct, climb, paired
+from makespan.rollout.simulation.ladder import ABLATION, LADDER, Outcome, change_pct, climb, paired, without_past
 from makespan.rollout.simulation.workload import (
     Workload,
     knee_slots,
@@ -45,6 +46,44 @@ def test_the_reference_concurrency_fills_the_memory_at_the_mean_context():
     batch = trace(*(chain(f"c{number}", [1.0, 1.0]) for number in range(3)))
     hardware = Hardware(slots=1, replicas=2, replica=ReplicaHardware(kv_tokens=9000))
     assert reference_concurrency(batch, hardware) == 18
+
+
+def test_blocks_and_states_take_of_the_memory_that_the_reference_concurrency_fills():
+    # Each holds 1,125 tokens, 99 in its last block and 275 for its state: 1.15 * 2 * 9,000 / 1,499 = 13.8.
+    batch = trace(*(chain(f"c{number}", [1.0, 1.0]) for number in range(3)))
+    replica = ReplicaHardware(kv_tokens=9000, block_tokens=100, state_tokens=275)
+    assert reference_concurrency(batch, Hardware(slots=1, replicas=2, replica=replica)) == 13
+
+
+def test_each_rung_of_the_ablation_differs_from_the_whole_by_what_it_says():
+    batch = trace(*(chain(f"c{number}", [1.0, 1.0]) for number in range(4)))
+    hardware = Hardware(slots=3, replicas=2, replica=ReplicaHardware(kv_tokens=9000))
+    found = {rung.name: rung.policies(batch, hardware) for rung in ABLATION}
+    whole = msgspec.structs.asdict(found["+history"])
+    assert whole | {"concurrency": 18} == whole
+
+    def changes(name):
+        own = msgspec.structs.asdict(found[name])
+        return {key: value for key, value in own.items() if value != whole[key]}
+
+    assert changes("-decoupling") == {"admission": "coupled", "concurrency": 3}
+    assert changes("-parking") == {"admission": "everything", "concurrency": None}
+    assert changes("-routing") == {"routing": "sticky-least-inflight"}
+    assert changes("-caas") == {"scheduling": "fifo", "order": "arrival"}
+    assert changes("+caas") == {"history": "last-step"}
+    assert changes("oracle") == {"scheduling": "oracle", "order": "oracle"}
+    ladder = [found[name] for name in ("coupled", "+parking", "+routing", "+caas")]
+    assert [p.admission for p in ladder] == ["coupled", "parking", "parking", "parking"]
+    assert [p.routing for p in ladder] == ["sticky-least-inflight"] * 2 + ["cost"] * 2
+    assert [p.scheduling for p in ladder] == ["fifo"] * 3 + ["caas"]
+    assert found["cut"].needed == 3  # of 4, a quarter more than were needed
+
+
+def test_before_a_single_recorded_batch_nothing_is_known():
+    batch = trace(*(chain(f"c{number}", [1.0, 1.0]) for number in range(4)))
+    rungs = without_past(ABLATION)
+    assert [rung.name for rung in rungs] == [rung.name for rung in ABLATION if rung.name != "+history"]
+    assert {rung.policies(batch, Hardware(slots=3)).history for rung in rungs} == {"none"}
 
 
 def test_the_ladder_runs_every_rung_on_every_batch():

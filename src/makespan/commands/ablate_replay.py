@@ -1,0 +1,221 @@
+"""`makespan ablate --replay`: every rung replays the same batches on the same engines, one after the other.
+
+Replicas and environment server start once. Before each batch all cached prefixes are dropped, and the order of the
+rungs rotates from batch to batch, so that a machine that gets slower favours none of them. Afterwards the same rungs
+are simulated on what the engines say of themselves, where their costs were calibrated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from makespan.commands.batch import make_engine, make_run_directory
+from makespan.commands.hosts import connected, environment_address, host_configs, machine, running_replicas
+from makespan.commands.memory import replica_memory
+from makespan.commands.output import write_json
+from makespan.commands.replay import Engines, Replay, prepare, replay_config
+from makespan.rollout.admission import OversampleCut
+from makespan.rollout.config import RunConfig
+from makespan.rollout.coordinator import Coordinator
+from makespan.rollout.replay.fidelity import fidelity
+from makespan.rollout.replay.plan import plan
+from makespan.rollout.replay.trace import Trace
+from makespan.rollout.replicas.simulated import ReplicaHardware
+from makespan.rollout.replicas.vllm import VllmReplica, visible_gpus
+from makespan.rollout.simulation.batch import Hardware, Policies
+from makespan.rollout.simulation.cost import InferenceCost
+from makespan.rollout.simulation.ladder import Outcome, Rung, outcome, outcome_of
+from makespan.rollout.simulation.workload import Workload, known_before
+from makespan.rollout.telemetry.analysis import analyse
+from makespan.rollout.telemetry.events import EventLog
+from makespan.rollout.telemetry.merge import merge
+
+
+class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+    """One rung on one batch."""
+
+    rung: str
+    seed: int
+    outcome: Outcome
+    environment_pct: float | None
+    """By how much the environments' seconds deviate from the recorded ones."""
+    other_turns: int
+    """Turns with another number of tokens than the recorded ones, or that were not replayed."""
+    simulated_s: float | None = None
+    """The makespan of the same batch under the same policies in simulation."""
+
+
+class Ablation(msgspec.Struct, frozen=True, kw_only=True):
+    """What was replayed, and on what."""
+
+    hardware: Hardware
+    """What the engines say of themselves, in the simulator's terms."""
+    machine: dict[str, str | int]
+    runs: list[Replayed]
+    directory: str
+
+
+OnRun = Callable[[Replayed], None]
+
+
+def replayed(
+    options: argparse.Namespace,
+    work: Workload,
+    seeds: Sequence[int],
+    rungs: Sequence[Rung],
+    *,
+    replicas: int,
+    slots: int,
+    cost: InferenceCost | None,
+    on_run: OnRun,
+) -> Ablation:
+    """Replay every rung on the batch of every seed; with `cost` the same is simulated. What there is stands in the run
+    directory's `ablation.json` after each batch.
+
+    Raises `MakespanError` for whatever keeps the batches from starting.
+    """
+    batches = {seed: work.batch(seed) for seed in seeds}
+    everything = [recorded for batch in batches.values() for recorded in batch.trajectories]
+    engines = Engines.of(options.model)
+    engines.check(everything)
+    config = replay_config(
+        options,
+        Policies(),
+        tasks=max(len(batch.trajectories) for batch in batches.values()),
+        max_model_len=engines.max_model_len(everything),
+        replicas=replicas,
+        slots=slots,
+        seed=0,
+    )
+    host_configs(config, engines.model)
+    directory = make_run_directory(Path(options.runs_directory), options.name)
+    live = _Live(options, work, engines, slots, cost, directory)
+    with asyncio.Runner() as runner:
+        ablation = runner.run(live.replay(batches, rungs, config, on_run))
+    if cost is not None:
+        ablation = msgspec.structs.replace(
+            ablation, runs=[live.simulated(run, batches, rungs) for run in ablation.runs]
+        )
+    write_json(str(directory / "ablation.json"), ablation)
+    return ablation
+
+
+class _Live:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        work: Workload,
+        engines: Engines,
+        slots: int,
+        cost: InferenceCost | None,
+        directory: Path,
+    ) -> None:
+        self._options = options
+        self._work = work
+        self._engines = engines
+        self._slots = slots
+        self._cost = cost
+        self._directory = directory
+        self._hardware: Hardware | None = None
+
+    async def replay(
+        self, batches: dict[int, Trace], rungs: Sequence[Rung], config: RunConfig, on_run: OnRun
+    ) -> Ablation:
+        runs: list[Replayed] = []
+        async with (
+            environment_address(config, self._directory) as address,
+            running_replicas(config, self._engines.model, self._directory) as replicas,
+        ):
+            self._hardware = self._measured_hardware(replicas)
+            for number, (seed, batch) in enumerate(batches.items()):
+                turned = [*rungs[number % len(rungs) :], *rungs[: number % len(rungs)]]
+                for rung in turned:
+                    runs.append(await self._batch(rung, seed, batch, replicas, address))
+                    on_run(runs[-1])
+                    write_json(str(self._directory / "ablation.json"), self._ablation(runs))
+        return self._ablation(runs)
+
+    async def _batch(
+        self, rung: Rung, seed: int, batch: Trace, replicas: dict[str, VllmReplica], address: str
+    ) -> Replayed:
+        assert self._hardware is not None
+        policies = rung.policies(batch, self._hardware)
+        replay = Replay(
+            config=replay_config(
+                self._options,
+                policies,
+                tasks=len(batch.trajectories),
+                max_model_len=self._engines.max_model_len(batch.trajectories),
+                replicas=len(replicas),
+                slots=self._slots,
+                seed=seed,
+            ),
+            model=self._engines.model,
+            vocabulary=self._engines.vocabulary,
+            trace=batch,
+            time_scale=1.0,
+            cost=self._cost,
+        )
+        prepared = prepare(replay)
+        known = known_before(self._work, seed, policies.history, self._cost or InferenceCost())
+        coordinator = Coordinator(known, slots={replay.config.environment.name: self._slots})
+        path = self._directory / "events" / f"{rung.name}.{seed}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        for replica in replicas.values():
+            await replica.reset_prefix_cache()
+        loop = asyncio.get_running_loop()
+        with EventLog(path, "engine", loop.time) as events:
+            async with connected(replay.config, address, f"{self._directory.name}-{rung.name}-{seed}") as client:
+                engine = make_engine(replay.config, prepared, replicas, client, coordinator, events)
+                cut = None if policies.needed is None else OversampleCut(policies.needed, engine.stop)
+                await engine.run(prepared.tasks, on_end=cut)
+        log = merge([path])
+        like = fidelity(log, plan(batch.trajectories)[1])
+        missing = 0 if policies.needed is not None else like.turns - like.replayed_turns
+        return Replayed(
+            rung=rung.name,
+            seed=seed,
+            outcome=outcome_of(log, analyse(log), batch),
+            environment_pct=like.durations.total_pct,
+            other_turns=like.other_prompts + like.other_generations + missing,
+        )
+
+    def simulated(self, run: Replayed, batches: dict[int, Trace], rungs: Sequence[Rung]) -> Replayed:
+        """The run with its makespan in simulation."""
+        assert self._hardware is not None
+        (rung,) = (rung for rung in rungs if rung.name == run.rung)
+        batch = batches[run.seed]
+        policies = rung.policies(batch, self._hardware)
+        known = known_before(self._work, run.seed, policies.history, self._hardware.replica.cost)
+        told = outcome(batch, self._hardware, policies, run.seed, known)
+        return msgspec.structs.replace(run, simulated_s=told.makespan_s)
+
+    def _measured_hardware(self, replicas: dict[str, VllmReplica]) -> Hardware:
+        """What the replicas say of themselves, in the simulator's terms; memory that nobody told counts as ample."""
+        ready = next(iter(replicas.values())).ready
+        memory = replica_memory(self._engines.model, ready, on_gpu=bool(visible_gpus()), prefix_caching=True)
+        replica = ReplicaHardware(
+            max_sequences=self._options.max_num_seqs,
+            shared_prompts=True,
+            kv_tokens=1 << 40,
+            cost=self._cost or InferenceCost(),
+        )
+        if memory is not None:
+            replica = msgspec.structs.replace(
+                replica,
+                kv_tokens=memory.capacity * memory.block_tokens // memory.attention,
+                block_tokens=memory.block_tokens,
+                state_tokens=memory.states * memory.block_tokens // memory.attention,
+                keeps_generated=not memory.states,
+            )
+        start = self._options.start_slots
+        return Hardware(replicas=len(replicas), replica=replica, slots=self._slots, start_slots=start)
+
+    def _ablation(self, runs: Sequence[Replayed]) -> Ablation:
+        assert self._hardware is not None
+        return Ablation(hardware=self._hardware, machine=machine(), runs=list(runs), directory=str(self._directory))

@@ -1,0 +1,96 @@
+"""`makespan ablate --replay` on a real engine, and the simulation beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from makespan.cli import main
+from makespan.commands.ablate import order_agreement
+from makespan.commands.ablate_replay import Replayed
+from makespan.rollout.replay.trace import Trace, TraceHeader, write_trace
+from makespan.rollout.resources.calibration import Calibration, Measured, Probe
+from makespan.rollout.simulation.cost import InferenceCost
+from makespan.rollout.simulation.ladder import Outcome
+from makespan.rollout.telemetry.merge import merge
+
+from .rollout.replay.recordings import recording
+
+RECORDED = tuple(
+    recording(f"{group}{number}", group, 500, (8, 60, 0.4), (6, 40, 0.3 + 0.1 * number), (5, 0, None))
+    for group in "ab"
+    for number in range(3)
+)
+
+
+def calibrated(path: Path) -> str:
+    probe = Measured(probe=Probe(sequences=1, prompt_tokens=1, generated_tokens=1), seconds=1.0)
+    cost = InferenceCost(step_s=0.02, sequence_s=0.0, context_s=0.0, prefill_s=2e-4, chunk_tokens=2048)
+    known = Calibration(model="embedded", machine="this one", cost=cost, fitted_on=(probe,), judged_on=(probe,))
+    path.write_bytes(msgspec.json.encode(known))
+    return str(path)
+
+
+@pytest.mark.vllm
+def test_rungs_replay_the_same_batch_on_the_same_engine(tmp_path, capsys, embedded_model):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, Trace(TraceHeader(), RECORDED))
+    arguments = ["ablate", str(trace), "--replay", "--rungs", "coupled,+parking,+history,cut", "--seeds", "2"]
+    arguments += ["--replicas", "1", "--slots", "1", "--time-scale", "0.5", "--token-scale", "0.5"]
+    arguments += ["--calibration", calibrated(tmp_path / "calibration.json"), "--json", str(tmp_path / "out.json")]
+    assert main([*arguments, "--model", str(embedded_model), "--runs-directory", str(tmp_path / "runs")]) == 0
+    figures = json.loads((tmp_path / "out.json").read_bytes())
+    assert [row["rung"] for row in figures["rows"]] == ["coupled", "+parking", "cut"]  # a trace has no past
+    rows = {row["rung"]: row for row in figures["rows"]}
+    work_s = 0.5 * sum(turn.environment_s or 0.0 for recorded in RECORDED for turn in recorded.turns)
+    one_slot = [run["outcome"]["makespan_s"] for run in figures["runs"] if run["rung"] != "cut"]
+    assert len(one_slot) == 4
+    assert min(one_slot) > work_s
+    # A slot that is held through inference serves later than one that is held while an action runs.
+    assert rows["+parking"]["against_pct"]["coupled"]["mean"] < 0
+    assert [run["other_turns"] for run in figures["runs"]] == [0] * 6
+    assert rows["cut"]["kept_length_ratio"] > 0
+    assert all(row["simulated_s"]["mean"] > work_s for row in figures["rows"] if row["rung"] != "cut")
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert json.loads((directory / "ablation.json").read_bytes())["runs"] == figures["runs"]
+    lengths = {}
+    for path in (directory / "events").glob("[c+]o*.jsonl"):
+        events = merge([path]).of("generate")
+        lengths[path.name] = sorted(
+            (e.data["turn"], e.data["prompt_tokens"], e.data["generated_tokens"]) for e in events
+        )
+    assert len(lengths) == 2
+    # 500, 8 and 60, 6 and 40, 5 tokens, each halved
+    assert set(map(tuple, lengths.values())) == {((0, 250, 4),) * 6 + ((1, 284, 3),) * 6 + ((2, 307, 2),) * 6}
+    assert "environments took" in capsys.readouterr().out
+
+
+def run(rung: str, seed: int, replayed_s: float, simulated_s: float) -> Replayed:
+    outcome = Outcome(
+        makespan_s=replayed_s,
+        lower_bound_s=1.0,
+        recomputed_share=0.0,
+        preemptions=0,
+        discarded_tokens=0,
+        kept_length=1.0,
+    )
+    return Replayed(rung=rung, seed=seed, outcome=outcome, environment_pct=0.0, other_turns=0, simulated_s=simulated_s)
+
+
+def test_only_differences_beyond_the_noise_judge_the_simulation():
+    a = [run("a", 1, 100.0, 90.0), run("a", 2, 102.0, 91.0)]
+    clearly_less = [run("b", 1, 80.0, 95.0), run("b", 2, 81.0, 96.0)]
+    noise = [run("c", 1, 90.0, 99.0), run("c", 2, 112.0, 99.0)]
+    assert order_agreement([*a, *clearly_less], ["a", "b"]) == (0, 1)
+    agreeing = [msgspec.structs.replace(one, simulated_s=70.0) for one in clearly_less]
+    assert order_agreement([*a, *agreeing], ["a", "b"]) == (1, 1)
+    assert order_agreement([*a, *noise], ["a", "c"]) == (0, 0)
+
+
+def test_one_of_simulation_and_replay_has_to_be_chosen(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["ablate", "bfcl"])
+    assert "--simulate --replay is required" in capsys.readouterr().err
