@@ -29,7 +29,15 @@ RECORDED = tuple(
 def calibrated(path: Path) -> str:
     probe = Measured(probe=Probe(sequences=1, prompt_tokens=1, generated_tokens=1), seconds=1.0)
     cost = InferenceCost(step_s=0.02, sequence_s=0.0, context_s=0.0, prefill_s=2e-4, chunk_tokens=2048)
-    known = Calibration(model="embedded", machine="this one", cost=cost, fitted_on=(probe,), judged_on=(probe,))
+    known = Calibration(
+        model="embedded",
+        machine="this one",
+        cost=cost,
+        fitted_on=(probe,),
+        judged_on=(probe,),
+        median_error=0.0,
+        largest_error=0.0,
+    )
     path.write_bytes(msgspec.json.encode(known))
     return str(path)
 

@@ -24,7 +24,7 @@ def test_it_is_judged_on_other_lengths_and_concurrencies_than_it_is_fitted_on():
 def test_a_probe_on_a_real_engine_takes_longer_when_it_asks_for_more(engines, on_loop):
     little = Probe(sequences=1, prompt_tokens=64, generated_tokens=1)
     much = Probe(sequences=2, prompt_tokens=1_024, generated_tokens=24)
-    first, second = on_loop(measure(engines["uncached"], [little, much]))
+    first, second = on_loop(measure([engines["uncached"]], [little, much]))
     assert first.probe == little
     assert 0 < first.seconds < second.seconds
 

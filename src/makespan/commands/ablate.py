@@ -42,8 +42,8 @@ ABLATE_VERSION = 2
 FIRST_SEED = 100
 """Measured batches are not those over which the knee was averaged."""
 
-REPLAY_CHAINS, REPLAY_REPLICAS = 24, 2
-"""What two cores run in a minute."""
+REPLAY_CHAINS, REPLAY_GROUP_SIZE, REPLAY_REPLICAS = 32, 4, 2
+"""What two cores run in minutes, in enough groups to tell whether a prompt's record predicts."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +92,7 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
                     f"--{name.replace('_', '-')} is of simulations: a replay's engines have what they have"
                 )
         options.chains = REPLAY_CHAINS if options.chains is None else options.chains
+        options.group_size = REPLAY_GROUP_SIZE if options.group_size is None else options.group_size
         options.replicas = REPLAY_REPLICAS if options.replicas is None else options.replicas
     seed_count = options.seeds if options.seeds is not None else 3 if options.replay else 8
     if seed_count < 1:

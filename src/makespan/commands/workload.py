@@ -27,8 +27,8 @@ def add_workload(command: argparse.ArgumentParser) -> None:
     command.add_argument("--format", help=f"of a trace file: {', '.join(FORMATS)} (default: guessed)")
     command.add_argument("--skip-bad", action="store_true", help="leave out inconsistent trajectories, counting them")
     command.add_argument("--sessions", type=Path, metavar="PATH", help="recorded sessions for the coding regimes")
-    command.add_argument("--chains", type=int, help=f"size of a regime's batch (default: {CHAINS}; replayed 24)")
-    command.add_argument("--group-size", type=int, default=GROUP_SIZE, help=f"chains a prompt (default: {GROUP_SIZE})")
+    command.add_argument("--chains", type=int, help=f"size of a regime's batch (default: {CHAINS}; replayed 32)")
+    command.add_argument("--group-size", type=int, help=f"chains a prompt (default: {GROUP_SIZE}; replayed 4)")
     command.add_argument("--replicas", type=int, help="default: 4 simulated, 2 replayed")
     memory = command.add_mutually_exclusive_group()
     memory.add_argument("--kv-tokens", type=int, default=840_000, help="memory of a replica (default: 840,000 tokens)")
@@ -47,7 +47,7 @@ def resolve(options: argparse.Namespace) -> tuple[Workload, Hardware]:
         format_=options.format,
         skip_bad=options.skip_bad,
         chains=CHAINS if options.chains is None else options.chains,
-        group_size=options.group_size,
+        group_size=GROUP_SIZE if options.group_size is None else options.group_size,
     )
     for name in ("replicas", "kv_tokens", "slots", "start_slots", "max_context"):
         value = getattr(options, name)
