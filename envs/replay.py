@@ -1,7 +1,7 @@
 """`replay`: an environment that takes as long as a recorded one did, and answers with as many tokens.
 
 What it plays is the payload of its task (`makespan.rollout.replay.playback`), so a server needs no trace file. It does
-nothing but sleep; what the sleeping cost beyond the recorded seconds is in the broker's measured durations.
+nothing but sleep, by as much less as the action says that actions cost besides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 
 from makespan.rollout.environment import Action, Observation, StepResult, TaskRefused
 from makespan.rollout.errors import FormatError
-from makespan.rollout.replay.playback import Playback, answer, read_playback
+from makespan.rollout.replay.playback import Playback, answer, lead_of, read_playback
 from makespan.rollout.trajectory import Task
 
 
@@ -37,7 +37,7 @@ class ReplayEnvironment:
             raise RuntimeError(f"the recording has {len(actions)} actions, and one more was asked for")
         played = actions[self._played]
         self._played += 1
-        await asyncio.sleep(played.seconds)
+        await asyncio.sleep(max(0.0, played.seconds - lead_of(action)))
         return answer(played.observation, self._playback.reward)
 
     async def close(self) -> None:

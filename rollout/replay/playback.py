@@ -8,6 +8,9 @@ stretch into ids.
 
 A turn that led to no action needs no slot, and a server gives none without one. `PlayedEnvironments` answers such a
 turn on the spot and passes everything else on.
+
+An action also costs its way to the worker and back, and sleepers wake late where inference takes all cores. What the
+server measured says how much (`Overhead`), and each action is told to sleep that much less.
 """
 
 from __future__ import annotations
@@ -122,19 +125,62 @@ def answer(observation: Stretch | None, reward: float) -> StepResult:
     return StepResult(Observation(()), reward=reward, terminated=True)
 
 
+class Overhead:
+    """What actions take beyond the seconds that they are asked to sleep.
+
+    A running mean is taken off every action beforehand, and of what has added up all the same at most `REPAID` of an
+    action's own seconds: no action is moved further than that to make up for others.
+    """
+
+    WEIGHT = 0.1
+    REPAID = 0.01
+
+    def __init__(self) -> None:
+        self._mean_s: float | None = None
+        self._debt_s = 0.0
+        """Measured minus recorded seconds so far."""
+
+    def lead_s(self, recorded_s: float) -> float:
+        """By how much less than recorded the next action is to sleep."""
+        repaid_s = self.REPAID * recorded_s
+        lead_s = (self._mean_s or 0.0) + min(repaid_s, max(-repaid_s, self._debt_s))
+        return min(recorded_s, max(0.0, lead_s))
+
+    def observe(self, recorded_s: float, lead_s: float, measured_s: float) -> None:
+        """An action that was asked to sleep `recorded_s - lead_s` took `measured_s`."""
+        over_s = measured_s - (recorded_s - lead_s)
+        self._mean_s = over_s if self._mean_s is None else self._mean_s + self.WEIGHT * (over_s - self._mean_s)
+        self._debt_s += measured_s - recorded_s
+
+
+def led_action(lead_s: float) -> Action:
+    """An action of a replay: it says by how much less the environment is to sleep."""
+    return Action(text=f"{lead_s:.6f}" if lead_s else "")
+
+
+def lead_of(action: Action) -> float:
+    """What `led_action` said. Raises `ValueError` for another text."""
+    return float(action.text) if action.text else 0.0
+
+
 class PlayedSession:
     """A session of a replay: actions go to the server, turns without one do not."""
 
-    def __init__(self, session: Session, trajectory_id: str, recorded: TraceTrajectory) -> None:
+    def __init__(self, session: Session, trajectory_id: str, recorded: TraceTrajectory, overhead: Overhead) -> None:
         self._session = session
+        self._overhead = overhead
         self._trajectory_id = trajectory_id
         self._recorded = recorded
         self._turn = 0
 
     async def step(self, action: Action, *, key: float, progress: Progress) -> tuple[StepResult, ActionTiming]:
         number, self._turn = self._turn, self._turn + 1
-        if self._recorded.turns[number].environment_s is not None:
-            return await self._session.step(action, key=key, progress=progress)
+        recorded_s = self._recorded.turns[number].environment_s
+        if recorded_s is not None:
+            lead_s = self._overhead.lead_s(recorded_s)
+            result, timing = await self._session.step(led_action(lead_s), key=key, progress=progress)
+            self._overhead.observe(recorded_s, lead_s, timing.service_s)
+            return result, timing
         observation = _observation(self._trajectory_id, self._recorded, number)
         return answer(observation, self._recorded.reward or 0.0), NO_ACTION
 
@@ -148,12 +194,14 @@ class PlayedEnvironments:
     def __init__(self, server: EnvironmentBackend, plays: Plays) -> None:
         self._server = server
         self._plays = plays
+        self._overhead = Overhead()
 
     async def open(
         self, trajectory_id: str, task: Task, *, key: float, progress: Progress
     ) -> tuple[Session, Observation, ActionTiming]:
         session, observation, timing = await self._server.open(trajectory_id, task, key=key, progress=progress)
-        return PlayedSession(session, trajectory_id, self._plays[trajectory_id]), observation, timing
+        played = PlayedSession(session, trajectory_id, self._plays[trajectory_id], self._overhead)
+        return played, observation, timing
 
     def rekey(self, keys: Mapping[str, float]) -> None:
         self._server.rekey(keys)

@@ -29,8 +29,8 @@ def test_resets_and_actions_take_the_recorded_time_with_a_slot_held(serve):
 
     async def play(client, task):
         session, observation, reset = await open_session(client, task)
-        first, action = await step(session)
-        last, final = await step(session)
+        first, action = await step(session, "")
+        last, final = await step(session, "")
         return observation, reset, first, action, last, final
 
     async def main():
@@ -56,9 +56,9 @@ def test_an_action_beyond_the_recording_fails(serve):
     async def main():
         async with serve(slots=SLOTS) as address, EnvClient(address, job="test") as client:
             session, _, _ = await open_session(client, with_playbacks(tasks, plays)[0])
-            await step(session)
+            await step(session, "")
             with pytest.raises(EnvironmentFailure, match="has 1 actions, and one more") as failure:
-                await step(session)
+                await step(session, "")
             return failure.value.kind
 
     assert asyncio.run(main()) == "raised"

@@ -10,9 +10,12 @@ from makespan.rollout.errors import ConfigError, FormatError
 from makespan.rollout.replay.plan import plan
 from makespan.rollout.replay.playback import (
     FIRST_PROMPT,
+    Overhead,
     PlayedEnvironments,
     Stretch,
     answer,
+    lead_of,
+    led_action,
     read_playback,
     stretch,
     with_playbacks,
@@ -95,6 +98,41 @@ class Played:
 
     async def close(self):
         self._server.closed = self._id
+
+
+def deviations(overheads: list[float], recorded_s: float) -> list[float]:
+    """By how much actions that cost so much besides deviate when they are told to sleep less."""
+    overhead, found = Overhead(), []
+    for over_s in overheads:
+        lead_s = overhead.lead_s(recorded_s)
+        measured_s = recorded_s - lead_s + over_s
+        overhead.observe(recorded_s, lead_s, measured_s)
+        found.append(measured_s - recorded_s)
+    return found
+
+
+def test_what_actions_cost_besides_is_taken_off_the_next_ones():
+    found = deviations([0.004] * 50, 0.1)
+    assert found[0] == pytest.approx(0.004)  # nothing was known yet
+    assert sum(found) == pytest.approx(0.0, abs=0.001)  # and that is made up for, by at most 1% of each action
+    assert min(found) >= -0.1 * Overhead.REPAID - 1e-9
+
+
+def test_single_late_ones_do_not_add_up():
+    late = [0.050 if number % 10 == 0 else 0.001 for number in range(200)]
+    assert sum(deviations(late, 0.2)) < 0.02 * 0.2 * 200 / 2
+    assert sum(late) > 0.02 * 0.2 * 200  # which is what the actions would deviate by otherwise
+
+
+def test_no_action_sleeps_less_than_nothing():
+    assert deviations([0.005] * 20, 0.002)[-1] == pytest.approx(0.003)
+
+
+def test_an_action_says_how_much_less_it_is_to_sleep():
+    assert lead_of(led_action(0.0125)) == 0.0125
+    assert lead_of(led_action(0.0)) == 0.0
+    with pytest.raises(ValueError, match="could not convert"):
+        lead_of(Action("ls"))
 
 
 def test_turns_without_an_action_never_reach_the_server():
