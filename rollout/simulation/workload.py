@@ -7,7 +7,7 @@ groups arrive, since that is what differs between two runs of the same work.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -133,6 +133,17 @@ def knee_slots(work: Workload, cost: InferenceCost) -> int:
     batches = [work.batch(seed) for seed in seeds]
     longest_s = sum(max(alone_s(chain, cost)[-1] for chain in batch.trajectories) for batch in batches)
     return max(1, round(sum(environment_s(batch) for batch in batches) / longest_s))
+
+
+def environment_to_inference(batches: Sequence[Trace], cost: InferenceCost) -> float:
+    """Seconds in environments, resets included, for each second that inference takes alone."""
+    environment = inference = 0.0
+    for batch in batches:
+        for chain in batch.trajectories:
+            outside_s = chain.reset_s + sum(turn.environment_s or 0.0 for turn in chain.turns)
+            environment += outside_s
+            inference += alone_s(chain, cost)[-1] - outside_s
+    return environment / inference
 
 
 def environment_s(trace: Trace) -> float:

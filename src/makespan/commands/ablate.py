@@ -35,7 +35,7 @@ from makespan.rollout.simulation.ladder import (
     paired,
     without_past,
 )
-from makespan.rollout.simulation.workload import Workload, knee_slots, smaller
+from makespan.rollout.simulation.workload import Workload, environment_to_inference, knee_slots, smaller
 
 ABLATE_VERSION = 2
 
@@ -106,18 +106,20 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
     rungs = chosen(options, work)
     figures: dict[str, Any] = {"version": ABLATE_VERSION, "workload": work.name, "seeds": len(seeds)}
     figures |= {"token_scale": options.token_scale, "time_scale": options.time_scale}
-    notes: list[str] = []
+    ratio = environment_to_inference([work.batch(seed) for seed in seeds], hardware.replica.cost)
+    figures["environment_to_inference"] = ratio
+    notes = [f"environments take {ratio:.2f} times the seconds that inference takes alone"]
     if options.replay:
         ablation = _replay(options, console, work, hardware, seeds, rungs)
         hardware = ablation.hardware
         outcomes = {rung.name: [run.outcome for run in _of(ablation.runs, rung.name)] for rung in rungs}
         rows = [_with_simulation(_row(rung, outcomes), _of(ablation.runs, rung.name)) for rung in rungs]
-        notes = list(_notes(options, ablation, rungs))
-        figures |= {"machine": ablation.machine, "runs": msgspec.to_builtins(ablation.runs), "notes": notes}
+        notes += _notes(options, ablation, rungs)
+        figures |= {"machine": ablation.machine, "runs": msgspec.to_builtins(ablation.runs)}
     else:
         outcomes = _simulate(console, work, hardware, seeds, rungs)
         rows = [_row(rung, outcomes) for rung in rungs]
-    figures |= {"hardware": msgspec.to_builtins(hardware), "rows": msgspec.to_builtins(rows)}
+    figures |= {"hardware": msgspec.to_builtins(hardware), "rows": msgspec.to_builtins(rows), "notes": notes}
     write_json(options.json, figures)
     title = f"{work.name}{_scales(options)}: {describe(hardware)}, {len(seeds)} batches"
     _show(console, title, rows, notes)

@@ -8,6 +8,7 @@ from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.ladder import ABLATION, LADDER, Outcome, change_pct, climb, paired, without_past
 from makespan.rollout.simulation.workload import (
     Workload,
+    environment_to_inference,
     knee_slots,
     reference_concurrency,
     shuffled,
@@ -39,6 +40,13 @@ def test_the_knee_is_the_work_over_the_longest_chain():
     batch = trace(*(chain(f"c{number}", [10.0] * 4) for number in range(6)))
     work = Workload("by hand", lambda seed: batch, None, False, None)
     assert knee_slots(work, nothing) == 6
+
+
+def test_environment_time_is_compared_with_what_inference_takes_alone():
+    # Two turns of 50 tokens: prompts of 1,000 and 101 new tokens at 1 ms, and 2 * 50 steps of 10 ms each: 2.1 s.
+    cost = InferenceCost(step_s=0.01, sequence_s=0.0, context_s=0.0, prefill_s=0.001)
+    batch = trace(chain("c", [3.0, 1.2]))
+    assert environment_to_inference([batch, batch], cost) == pytest.approx(4.2 / 2.1, rel=0.02)
 
 
 def test_the_reference_concurrency_fills_the_memory_at_the_mean_context():

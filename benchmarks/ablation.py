@@ -1,0 +1,147 @@
+"""Today's practice against each part of makespan on real engines: what the README's table and figure are made of.
+
+    python benchmarks/ablation.py --json ablation.json --figure ablation.svg
+    python benchmarks/ablation.py --quick
+
+Each workload is `makespan ablate … --replay`: the same batches under every combination of policies, on two vLLM
+replicas and a real environment server, with recorded lengths and times, made small enough for two cores (how is in its row). The
+costs of inference are measured first, with prompts that no batch has, and every batch is also simulated with them. The
+long form takes about an hour and wants the machine for itself; the quick one takes about three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from makespan.commands.figure import Bar, write_figure
+
+RUNGS = ("coupled", "+parking", "+routing", "+caas", "+history", "oracle")
+"""Those of the table and the figure; the others are in the JSON."""
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """One run of `makespan ablate`."""
+
+    name: str
+    says: str
+    arguments: tuple[str, ...]
+
+
+def _scaled(regime: str, tokens: str, times: str, *more: str) -> tuple[str, ...]:
+    return (regime, "--token-scale", tokens, "--time-scale", times, *more)
+
+
+WORKLOADS = (
+    Workload("bfcl", "short function calls, few slots", _scaled("bfcl", "0.2", "0.2")),
+    Workload("search", "few turns with long results", _scaled("search", "0.05", "0.2")),
+    Workload("lognormal-0.5", "turns that differ moderately", _scaled("lognormal-0.5", "0.02", "0.04")),
+    Workload("swe", "repository repair", _scaled("swe", "0.01", "0.015")),
+    Workload(
+        "scarce memory",
+        "lognormal-0.5 with 60 cache blocks a replica",
+        _scaled("lognormal-0.5", "0.05", "0.03", "--num-blocks", "60"),
+    ),
+    Workload(
+        "slots for all",
+        "bfcl with a slot for every trajectory: nothing to win",
+        _scaled("bfcl", "0.2", "0.2", "--slots", "32"),
+    ),
+)
+
+
+def ablate(workload: Workload, calibration: Path, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """The figures of one workload. Raises `CalledProcessError`."""
+    out = directory / f"{workload.name.replace(' ', '-')}.json"
+    command = [sys.executable, "-m", "makespan", "ablate", *workload.arguments, "--replay", "--json", str(out)]
+    command += ["--seeds", str(options.seeds), "--calibration", str(calibration)]
+    command += ["--runs-directory", str(directory), "--name", workload.name]
+    if options.rungs:
+        command += ["--rungs", options.rungs]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    found: dict[str, Any] = msgspec.json.decode(out.read_bytes())
+    return found
+
+
+def commit() -> str:
+    """The commit that was measured; `+` marks changes beside it."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def percent(value: dict[str, float | None]) -> str:
+    error = value["se"]
+    return f"{value['mean']:+.0f}" + ("" if error is None else f" ±{error:.0f}")
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The makespans as a table in Markdown."""
+    lines = [
+        f"| workload | environment / inference | coupled, s | {', '.join(RUNGS[1:2])}, % | "
+        + " | ".join(f"{rung}, %" for rung in RUNGS[2:])
+        + " | simulation off by, % |",
+        "| --- |" + " ---: |" * (len(RUNGS) + 2),
+    ]
+    for name, result in results.items():
+        rows = {row["rung"]: row for row in result["rows"]}
+        cells = [percent(rows[rung]["against_pct"]["coupled"]) if rung in rows else "" for rung in RUNGS[1:]]
+        off = [row["simulated_pct"] for row in rows.values() if row["simulated_pct"] is not None]
+        error = rows["coupled"]["makespan_s"]["se"]
+        base = f"{rows['coupled']['makespan_s']['mean']:.1f}" + ("" if error is None else f" ±{error:.1f}")
+        spread = f"{min(off):+.0f} … {max(off):+.0f}" if off else ""
+        ratio = f"{result['environment_to_inference']:.1f}"
+        lines.append(f"| {name} | {ratio} | {base} | {' | '.join(cells)} | {spread} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one workload, three rungs, one batch")
+    parser.add_argument("--seeds", type=int, default=3, help="batches of a workload (default: 3)")
+    parser.add_argument("--workloads", help=f"only these, separated by commas: {', '.join(w.name for w in WORKLOADS)}")
+    parser.add_argument("--rungs", help="only these, separated by commas; the first must be `coupled`")
+    parser.add_argument("--calibration", type=Path, help="costs from `makespan calibrate embedded --replicas 2`")
+    parser.add_argument("--json", type=Path, help="write everything, with machine and commit")
+    parser.add_argument("--figure", type=Path, help="write the makespans as an SVG image")
+    options = parser.parse_args()
+    workloads = [w for w in WORKLOADS if options.workloads is None or w.name in options.workloads.split(",")]
+    if options.quick:
+        workloads, options.seeds, options.rungs = workloads[:1], 1, "coupled,+parking,+history"
+    results: dict[str, dict[str, Any]] = {}
+    document: dict[str, Any] = {"commit": commit(), "workloads": results}
+    with tempfile.TemporaryDirectory(prefix="makespan-") as name:
+        directory = Path(name)
+        calibration = options.calibration
+        if calibration is None:
+            calibration = directory / "calibration.json"
+            command = [sys.executable, "-m", "makespan", "calibrate", "embedded", "--replicas", "2"]
+            subprocess.run([*command, "--out", str(calibration)], check=True, stdout=sys.stderr)
+        document["calibration"] = msgspec.json.decode(calibration.read_bytes())
+        for workload in workloads:
+            results[workload.name] = ablate(workload, calibration, options, directory)
+            results[workload.name] |= {"says": workload.says, "arguments": workload.arguments}
+            if options.json is not None:  # what there is, should the rest be interrupted
+                options.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    sys.stdout.write(table(results) + "\n")
+    if options.figure is not None:
+        bars = []
+        for name, result in results.items():
+            for row in result["rows"]:
+                if row["rung"] in RUNGS:
+                    change = row["against_pct"]["coupled"]
+                    bars.append(Bar(f"{name}, {row['rung']}", 100 + change["mean"], change["se"] or 0.0))
+        write_figure(options.figure, "Makespan on real engines", "percent of `coupled`, paired by batch", bars)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
