@@ -4,9 +4,9 @@
     python benchmarks/ablation.py --quick
 
 Each workload is `makespan ablate … --replay`: the same batches under every combination of policies, on two vLLM
-replicas and a real environment server, with recorded lengths and times, made small enough for two cores (how is in its row). The
-costs of inference are measured first, with prompts that no batch has, and every batch is also simulated with them. The
-long form takes about an hour and wants the machine for itself; the quick one takes about three minutes.
+replicas and a real environment server, with recorded lengths and times, made small enough for two cores (its arguments
+say how). The costs of inference are measured first, with prompts that no batch has, and every batch is also simulated
+with them. The long form takes more than an hour and wants the machine for itself; the quick one takes minutes.
 """
 
 from __future__ import annotations
