@@ -26,12 +26,20 @@ RUNGS = ("coupled", "+parking", "+routing", "+caas", "+history", "oracle")
 """Those of the table and the figure; the others are in the JSON."""
 
 
+ENDS = ("coupled", "+parking", "+history", "oracle")
+
+MEMORY = ("coupled", "+parking", "+history", "-parking", "-routing")
+"""What memory decides."""
+
+
 class Workload(msgspec.Struct, frozen=True):
     """One run of `makespan ablate`."""
 
     name: str
     says: str
     arguments: tuple[str, ...]
+    rungs: tuple[str, ...] | None = None
+    """None: all of the ablation."""
 
 
 def _scaled(regime: str, tokens: str, times: str, *more: str) -> tuple[str, ...]:
@@ -40,18 +48,20 @@ def _scaled(regime: str, tokens: str, times: str, *more: str) -> tuple[str, ...]
 
 WORKLOADS = (
     Workload("bfcl", "short function calls, few slots", _scaled("bfcl", "0.2", "0.2")),
-    Workload("search", "few turns with long results", _scaled("search", "0.05", "0.2")),
-    Workload("lognormal-0.5", "turns that differ moderately", _scaled("lognormal-0.5", "0.02", "0.04")),
-    Workload("swe", "repository repair", _scaled("swe", "0.01", "0.015")),
+    Workload("search", "few turns with long results", _scaled("search", "0.05", "0.2"), ENDS),
+    Workload("lognormal-0.5", "turns that differ moderately", _scaled("lognormal-0.5", "0.02", "0.04"), ENDS),
+    Workload("swe", "repository repair", _scaled("swe", "0.01", "0.015"), ENDS),
     Workload(
         "scarce memory",
         "lognormal-0.5 with 60 cache blocks a replica",
         _scaled("lognormal-0.5", "0.05", "0.03", "--num-blocks", "60"),
+        MEMORY,
     ),
     Workload(
         "slots for all",
         "bfcl with a slot for every trajectory: nothing to win",
         _scaled("bfcl", "0.2", "0.2", "--slots", "32"),
+        ("coupled", "+parking", "+history"),
     ),
 )
 
@@ -62,8 +72,9 @@ def ablate(workload: Workload, calibration: Path, options: argparse.Namespace, d
     command = [sys.executable, "-m", "makespan", "ablate", *workload.arguments, "--replay", "--json", str(out)]
     command += ["--seeds", str(options.seeds), "--calibration", str(calibration)]
     command += ["--runs-directory", str(directory), "--name", workload.name]
-    if options.rungs:
-        command += ["--rungs", options.rungs]
+    rungs = options.rungs or (workload.rungs and ",".join(workload.rungs))
+    if rungs:
+        command += ["--rungs", rungs]
     subprocess.run(command, check=True, stdout=sys.stderr)
     found: dict[str, Any] = msgspec.json.decode(out.read_bytes())
     return found
