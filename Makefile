@@ -9,6 +9,7 @@ setup:
 bench: setup
 	.venv/bin/makespan run examples/bfcl.yaml
 	.venv/bin/makespan run examples/bfcl_model.yaml
+	.venv/bin/makespan ablate examples/traces/bfcl.jsonl.gz --replay --slots 2 --seeds 1 --rungs coupled,+parking,+caas --figure runs/ablation.svg
 
 test: setup lint
 	$(PYTHON) -m pytest
