@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -278,27 +279,29 @@ def _show(console: Console, title: str, rows: list[Row], notes: Sequence[str]) -
     console.print(title, soft_wrap=True)
     references = list(rows[0].against_pct)
     simulated = any(row.simulated_s is not None for row in rows)
-    headings = ["rung", "makespan s", "bound", *(f"vs {name} %" for name in references), "again"]
+    headings = ["rung", "seconds", "bound", *(f"vs {name}" for name in references), "again"]
     if simulated:
-        headings += ["simulated s", "off by %"]
-    table = Table()
+        headings += ["sim.", "off"]
+    table = Table(box=box.SIMPLE_HEAD)  # it has to fit into 80 columns
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "rung" else "right", no_wrap=True)
-    digits = 1 if rows[0].makespan_s.mean < 1000 else 0
+    digits, pct_digits = 1 if rows[0].makespan_s.mean < 1000 else 0, 0 if simulated else 1
     for row in rows:
         cells = [
             row.rung,
             with_error(row.makespan_s, digits),
             f"{row.over_lower_bound.mean:.2f}",
-            *(with_error(row.against_pct[name], 1, sign=True) for name in references),
+            *(with_error(row.against_pct[name], pct_digits, sign=True) for name in references),
             f"{row.recomputed_share:.0%}",
         ]
         if row.simulated_s is not None:
-            cells += [f"{row.simulated_s.mean:,.{digits}f}", f"{row.simulated_pct:+.1f}"]
+            cells += [f"{row.simulated_s.mean:,.{digits}f}", f"{row.simulated_pct:+.0f}"]
         table.add_row(*cells)
     console.print(table)
-    legend = "bound: makespan over its lower bound; again: prefilled tokens computed before"
-    console.print(legend + ("; off by: simulated against replayed mean" if simulated else ""), soft_wrap=True)
+    legend = "seconds: makespan; bound: over its lower bound; vs: change in %; again: prefilled tokens computed before"
+    console.print(
+        legend + ("; sim.: simulated seconds; off: from the replayed, in %" if simulated else ""), soft_wrap=True
+    )
     for row in rows:
         kept = f"what it keeps has {row.kept_length_ratio:.2f} of the mean length"
         cut = f"; it cuts {row.discarded_tokens:,.0f} tokens, and {kept}"
