@@ -282,7 +282,7 @@ def _show(console: Console, title: str, rows: list[Row], notes: Sequence[str]) -
     headings = ["rung", "seconds", "bound", *(f"vs {name}" for name in references), "again"]
     if simulated:
         headings += ["sim.", "off"]
-    table = Table(box=box.SIMPLE_HEAD)  # it has to fit into 80 columns
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # it has to fit into 80 columns
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "rung" else "right", no_wrap=True)
     digits, pct_digits = 1 if rows[0].makespan_s.mean < 1000 else 0, 0 if simulated else 1
