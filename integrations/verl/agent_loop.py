@@ -209,11 +209,13 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             context_tokens=len(transcript.token_ids),
             group=episode.group,
             worker=_worker_name(),
+            reported=hasattr(self._router(), "turn_over"),
         )
+        request_id = f"{episode.trajectory_id}|{episode.turns}"
         started_s = episode.clock()
         try:
             output = await self.server_manager.generate(
-                request_id=f"{episode.trajectory_id}|{episode.turns}",
+                request_id=request_id,
                 prompt_ids=list(transcript.token_ids),
                 sampling_params={
                     **sampling_params,
@@ -228,7 +230,12 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
         ids = list(output.token_ids)
         elapsed_s = episode.clock() - started_s
         episode.generated(ids, output, prompt_tokens=facts.context_tokens, elapsed_s=elapsed_s)
-        self._chains.inferred(episode.trajectory_id, elapsed_s, facts.context_tokens + len(ids))
+        context_tokens = facts.context_tokens + len(ids)
+        if facts.reported:
+            cached, version = (output.extra_fields.get(name) for name in ("num_cached_tokens", "max_global_steps"))
+            self._router().turn_over.remote(request_id, context_tokens, cached, version)
+        told_s = None if episode.weights_changed else elapsed_s
+        self._chains.inferred(episode.trajectory_id, told_s, context_tokens)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         await transcript.append_generated(self, ids, output.log_probs, text)
         return str(text), len(ids) >= limit and ids[-1] != self.tokenizer.eos_token_id
@@ -247,9 +254,13 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
     def _progress(self, episode: Episode, settings: LoopSettings) -> Progress:
         return episode.progress(max_turns=settings.max_turns, max_tokens=int(self.rollout_config.response_length))
 
+    def _router(self) -> Any:
+        """verl's router: ours, its own, or none."""
+        return getattr(self.server_manager, "_load_balancer", None)
+
     def _tell_router_it_is_over(self, trajectory_id: str) -> None:
         """Close what the router still counts for this trajectory; verl's own router keeps no such count."""
-        router: Any = getattr(self.server_manager, "_load_balancer", None)
+        router = self._router()
         if hasattr(router, "finish_trajectory"):
             router.finish_trajectory.remote(trajectory_id)
 

@@ -42,6 +42,7 @@ class Episode:
         self.started_s = self.clock()
         self.min_weights_version = self.weights_version
         self.max_weights_version = self.weights_version
+        self.weights_changed = False  # before or with the last turn, which may have waited for that at its replica
         self._computed_tokens = 0  # of this trajectory's context, computed by some replica so far
 
     def acted(self, timing: ActionTiming) -> None:
@@ -53,6 +54,7 @@ class Episode:
         """A turn was generated; `output` is verl's `TokenOutput`."""
         versions = output.extra_fields
         first, last = versions.get("min_global_steps"), versions.get("max_global_steps")
+        self.weights_changed = last is not None and (first != last or int(last) != self.max_weights_version)
         if self.turns == 0 and first is not None:
             self.min_weights_version = int(first)
         if last is not None:

@@ -35,8 +35,9 @@ class Chains(Protocol):
         """A trajectory starts here; those of the same `group` have the same prompt."""
         ...
 
-    def inferred(self, trajectory_id: str, seconds: float, context_tokens: int) -> None:
-        """A turn was generated after `seconds`; the context has so many tokens with it."""
+    def inferred(self, trajectory_id: str, seconds: float | None, context_tokens: int) -> None:
+        """A turn was generated after `seconds` (None: it was perhaps parked during a weight sync, which says nothing of
+        the chain); the context has so many tokens with it."""
         ...
 
     def key(self, trajectory_id: str, progress: Progress) -> float:
@@ -57,7 +58,7 @@ class Unreported:
 
     def join(self, trajectory_id: str, group: str, environment: str) -> None: ...
 
-    def inferred(self, trajectory_id: str, seconds: float, context_tokens: int) -> None: ...
+    def inferred(self, trajectory_id: str, seconds: float | None, context_tokens: int) -> None: ...
 
     def key(self, trajectory_id: str, progress: Progress) -> float:
         return 0.0
@@ -99,9 +100,10 @@ class ChainReporter:
         self._live[trajectory_id] = state
         self._changed[trajectory_id] = state
 
-    def inferred(self, trajectory_id: str, seconds: float, context_tokens: int) -> None:
+    def inferred(self, trajectory_id: str, seconds: float | None, context_tokens: int) -> None:
         state = self._touch(trajectory_id)
-        state.inference_s += seconds
+        usual_s = state.inference_s / max(1, state.turns)
+        state.inference_s += usual_s if seconds is None else seconds
         state.first_tokens = state.first_tokens or context_tokens
         state.tokens = context_tokens
 

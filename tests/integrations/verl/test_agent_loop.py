@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigW
 from verl.workers.rollout.replica import TokenOutput
 
 from makespan.integrations.verl.agent_loop import EnvAgentLoop
+from makespan.integrations.verl.reporter import Unreported
 from makespan.rollout.environment import Action, ActionTiming, EnvironmentFailure, Message, Observation, StepResult
 from makespan.rollout.errors import EnvironmentUnreachable
 from makespan.rollout.trajectory import Task
@@ -184,9 +186,63 @@ def test_the_router_is_told_of_each_turn_without_its_prompt_and_of_the_end() -> 
     _run(lambda: _loop(client, FakeEnvironment()))
     assert [request["request_id"] for request in client.requests] == ["g_1|0", "g_1|1"]
     assert client.requests[1]["sampling_params"]["extra_args"] == {
-        "makespan": {"trajectory": "g_1", "turn": 1, "context_tokens": 6 + 2 + 6, "group": "g", "worker": ""}
-    }
+        "makespan": {
+            "trajectory": "g_1", "turn": 1, "context_tokens": 6 + 2 + 6, "group": "g", "worker": "", "reported": False,
+        }
+    }  # fmt: skip
     assert client.over == ["g_1"]
+
+
+class ReportedTo(FakeClient):
+    """With makespan's router behind it, which wants to hear what became of a turn."""
+
+    def __init__(self, *says: str) -> None:
+        super().__init__(*says)
+        self.reports: list[tuple[Any, ...]] = []
+        self.turn_over = SimpleNamespace(remote=lambda *report: self.reports.append(report))
+
+
+def test_our_router_hears_what_became_of_each_turn() -> None:
+    client = ReportedTo("one <end>", "done <end>")
+    _run(lambda: _loop(client, FakeEnvironment()))
+    assert all(request["sampling_params"]["extra_args"]["makespan"]["reported"] for request in client.requests)
+    assert client.reports == [("g_1|0", 6 + 2, 3, 4), ("g_1|1", (6 + 2 + 6) + 2, 3, 4)]
+
+
+class Told(Unreported):
+    """The coordinator's line, with what it was told of inference."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float | None] = []
+
+    def inferred(self, trajectory_id: str, seconds: float | None, context_tokens: int) -> None:
+        self.seconds.append(seconds)
+
+
+@pytest.mark.parametrize(("versions", "counted"), [((4, 4), True), ((4, 5), False), ((5, 5), False)])
+def test_a_turn_that_may_have_been_parked_for_new_weights_says_nothing_of_the_chains_speed(
+    versions: tuple[int, int], counted: bool
+) -> None:
+    client, told = FakeClient("one <end>", "done <end>"), Told()
+    generate, turns = client.generate, 0
+
+    async def with_versions(**request: Any) -> TokenOutput:
+        nonlocal turns
+        output = await generate(**request)
+        if turns:
+            output.extra_fields.update(zip(("min_global_steps", "max_global_steps"), versions, strict=True))
+        turns += 1
+        return output
+
+    client.generate = with_versions  # type: ignore[method-assign]
+
+    def made() -> Any:
+        loop = _loop(client, FakeEnvironment())
+        loop._reporter = lambda *_: told
+        return loop
+
+    _run(made)
+    assert [seconds is not None for seconds in told.seconds] == [True, counted]
 
 
 def test_a_turn_that_is_cut_is_ended_by_a_token_that_is_not_trained_on() -> None:
