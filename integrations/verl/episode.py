@@ -34,6 +34,7 @@ class Episode:
     cached_tokens: int | None = 0
     recomputed_tokens: int | None = 0
     preemptions: int | None = 0
+    admission_s: float = 0.0
     generate_s: float = 0.0
     slot_queue_s: float = 0.0
     environment_s: float = 0.0
@@ -86,7 +87,7 @@ class Episode:
             turns=self.turns,
             prompt_tokens=context - self.generated_tokens,
             generated_tokens=self.generated_tokens,
-            elapsed_s=self.clock() - self.started_s,
+            elapsed_s=self.clock() - self.started_s - self.admission_s,
             environment_s=self.environment_s,
             max_turns=max_turns,
             max_tokens=max_tokens,
@@ -104,6 +105,7 @@ class Episode:
             recomputed_tokens=self.recomputed_tokens,
             preemptions=self.preemptions,
             completion_s=self.clock() - self.started_s,
+            admission_s=self.admission_s,
             generate_s=self.generate_s,
             slot_queue_s=self.slot_queue_s,
             environment_s=self.environment_s,

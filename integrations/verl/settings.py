@@ -133,6 +133,11 @@ def parse(kind: type[Settings], mapping: Mapping[str, Any], where: str) -> Setti
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, known)}")
     try:
-        return msgspec.convert(dict(mapping), kind, strict=False)
+        return msgspec.convert(_plain(mapping), kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """OmegaConf's mappings as dictionaries: of others, msgspec does not look at unknown keys."""
+    return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value

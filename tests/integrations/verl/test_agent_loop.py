@@ -356,3 +356,115 @@ def test_with_verls_reward_function_the_loop_leaves_the_reward_to_it_and_reports
     assert output.reward_score is None
     assert output.extra_fields["environment_reward"] == 1.0
     assert "reward_extra_info" not in output.extra_fields
+
+
+# --- admission -------------------------------------------------------------------------------------------------------
+
+
+class Door(Unreported):
+    """Admission that takes `wait_s` each time, and what was asked of it and of the environment, in order."""
+
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
+        self.log: list[Any] = []
+        self.waited_at = asyncio.Event()
+
+    async def admit(self, trajectory_id: str) -> None:
+        self.log.append("admit")
+        self.waited_at.set()
+        await asyncio.sleep(self.wait_s)
+
+    async def reach(self, trajectory_id: str, context_tokens: int, parked: Callable[[], None]) -> None:
+        self.log.append(context_tokens)
+        parked()
+        self.waited_at.set()
+        await asyncio.sleep(self.wait_s)
+
+    def end(self, trajectory_id: str, *, counts: bool) -> None:
+        self.log.append("counted" if counts else "given up")
+
+
+class Watched(FakeEnvironment):
+    def __init__(self, door: Door, **more: Any) -> None:
+        super().__init__(**more)
+        self._door = door
+
+    async def open(self, *args: Any, **more: Any) -> Any:
+        self._door.log.append("open")
+        return await super().open(*args, **more)
+
+
+def _behind(door: Door, client: FakeClient, environment: FakeEnvironment, **settings: Any) -> Any:
+    loop = _loop(client, environment, **settings)
+    loop._reporter = lambda *_: door
+    return loop
+
+
+def test_a_trajectory_is_admitted_before_its_session_opens_and_asks_before_each_inference() -> None:
+    door, client = Door(), FakeClient("one <end>", "done <end>")
+    paused: list[str] = []
+    client.pause_trajectory = SimpleNamespace(remote=paused.append)  # type: ignore[attr-defined]
+    _run(lambda: _behind(door, client, Watched(door)))
+    assert door.log == ["admit", "open", 6, 6 + 2 + 6, "counted"]
+    assert paused == ["g_1", "g_1"]
+
+
+def test_waiting_for_admission_is_on_its_own_account_and_not_on_the_deadlines() -> None:
+    door, client = Door(wait_s=0.15), FakeClient("one <end>", "done <end>")
+    output = _run(lambda: _behind(door, client, FakeEnvironment(), trajectory_deadline_s=0.2))
+    figures = output.extra_fields["makespan"]
+    assert figures["state"] == "finished"  # after 0.45 s
+    assert figures["admission_s"] >= 3 * 0.15
+    assert figures["generate_s"] < 0.15
+    client.hang = True  # the control: the deadline is still there once it has been admitted
+    _is_failed(
+        _run(lambda: _behind(Door(wait_s=0.15), client, FakeEnvironment(), trajectory_deadline_s=0.2)), "timeout"
+    )
+
+
+@pytest.mark.parametrize("when", ["admit", "reach"])
+def test_a_trajectory_cancelled_while_it_waits_is_given_up_everywhere(when: str) -> None:
+    door, client = Door(wait_s=60.0), FakeClient()
+    environment = Watched(door)
+    if when == "reach":
+        door.admit = Unreported().admit  # type: ignore[method-assign]
+
+    async def play() -> None:
+        task = asyncio.create_task(_behind(door, client, environment).run({}, **ROW))
+        await door.waited_at.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+    assert door.log == (["admit", "given up"] if when == "admit" else ["open", 6, "given up"])
+    assert (environment.closed, client.over, client.requests) == (int(when == "reach"), ["g_1"], [])
+
+
+def test_a_trajectory_that_fails_gives_its_place_back() -> None:
+    door = Door()
+    _run(lambda: _behind(door, FakeClient(), Watched(door, fail_open=FAILURES["refused"])))
+    assert door.log == ["admit", "open", "given up"]
+
+
+@pytest.mark.parametrize(
+    ("admission", "named"),
+    [
+        ({"policy": "parking", "concurrency": 4}, "needs admission.memory"),
+        ({"policy": "fixed"}, "needs admission.concurrency"),
+        ({"policy": "everything", "concurrency": 4}, "must be null, not 4"),
+        ({"polcy": "fixed"}, "`polcy`"),
+    ],
+)
+def test_an_admission_that_cannot_be_is_a_mistake_of_the_user_and_named(
+    admission: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = _run(lambda: _loop(FakeClient(), FakeEnvironment(), admission=OmegaConf.create(admission)))
+    assert named in caplog.text
+    _is_failed(output, "configuration")
+
+
+def test_admission_as_verl_hands_it_over_is_understood() -> None:
+    written = {"policy": "parking", "concurrency": None, "replicas": 2, "memory": {"num_blocks": 9, "block_tokens": 16}}
+    loop = _loop(FakeClient(), FakeEnvironment(), admission=OmegaConf.create(written))
+    assert loop._settings.admission.memory.memory().capacity == 8
