@@ -19,6 +19,7 @@ dataset class requires, is not sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Mapping
 from typing import Any
@@ -64,6 +65,7 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             self._settings = error
         self._chains: Chains = Unreported()
         self._deadline = asyncio.Timeout(None)
+        self._parked = False  # before the present turn
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         """One trajectory of the dataset's `row`, as verl's output."""
@@ -231,9 +233,8 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             reported=hasattr(self._router(), "turn_over"),
         )
         request_id = f"{episode.trajectory_id}|{episode.turns}"
-        reach = self._chains.reach(
-            episode.trajectory_id, facts.context_tokens, lambda: self._tell_router_of_pause(facts)
-        )
+        self._parked = False
+        reach = self._chains.reach(facts.trajectory, facts.context_tokens, lambda: self._is_parked(facts.trajectory))
         await self._off_the_clock(episode, reach)
         started_s = episode.clock()
         try:
@@ -255,8 +256,7 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
         episode.generated(ids, output, prompt_tokens=facts.context_tokens, elapsed_s=elapsed_s)
         context_tokens = facts.context_tokens + len(ids)
         if facts.reported:
-            cached, version = (output.extra_fields.get(name) for name in ("num_cached_tokens", "max_global_steps"))
-            self._router().turn_over.remote(request_id, context_tokens, cached, version)
+            await self._report(episode, settings, request_id, context_tokens, output)
         told_s = None if episode.weights_changed else elapsed_s
         self._chains.inferred(episode.trajectory_id, told_s, context_tokens)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -281,11 +281,23 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
         """verl's router: ours, its own, or none."""
         return getattr(self.server_manager, "_load_balancer", None)
 
-    def _tell_router_of_pause(self, facts: TurnFacts) -> None:
+    async def _report(
+        self, episode: Episode, settings: LoopSettings, request_id: str, context_tokens: int, output: Any
+    ) -> None:
+        """Tell our router what became of a turn and, where admission goes by memory, admission what its cache did."""
+        cached, version = (output.extra_fields.get(name) for name in ("num_cached_tokens", "max_global_steps"))
+        told = self._router().turn_over.remote(request_id, context_tokens, cached, version)
+        if settings.admission.policy == "parking" and cached is not None and not self._parked:
+            with contextlib.suppress(ray.exceptions.RayError):  # without a router the next turn fails, and says so
+                if await told:
+                    self._chains.served(episode.expected_tokens, cached, output.num_preempted or 0)
+
+    def _is_parked(self, trajectory_id: str) -> None:
         """A parked trajectory is no load; verl's own router counts none."""
+        self._parked = True
         router = self._router()
         if hasattr(router, "pause_trajectory"):
-            router.pause_trajectory.remote(facts.trajectory)
+            router.pause_trajectory.remote(trajectory_id)
 
     def _tell_router_it_is_over(self, trajectory_id: str) -> None:
         """Close what the router still counts for this trajectory; verl's own router keeps no such count."""

@@ -66,6 +66,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Those that changed."""
     asks: dict[str, int]
     """Who began to wait for admission: to start (0), or for an inference with a prompt of so many tokens."""
+    served: list[tuple[int, int, int]] = []
+    """Of turns that came back to the replica of their last one: tokens that were to be cached there, that were, and
+    preemptions. For `AdmissionPolicy.served`; a report that is lost takes them with it."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +132,8 @@ class SharedCoordinator:
         for state in report.states:
             self._observe(report.worker, state)
         self._forget_the_silent(now_s)
+        for expected_tokens, cached_tokens, preemptions in report.served:
+            self._policy.served(expected_tokens, cached_tokens, preemptions)
         worker.going += [name for name, tokens in report.asks.items() if self._ask(report.worker, name, tokens)]
         self._let_in(now_s)
         self._renew_keys(now_s)

@@ -44,6 +44,7 @@ class Episode:
         self.min_weights_version = self.weights_version
         self.max_weights_version = self.weights_version
         self.weights_changed = False  # before or with the last turn, which may have waited for that at its replica
+        self.expected_tokens = 0  # of the last turn's prompt: cached, if its replica had lost nothing
         self._computed_tokens = 0  # of this trajectory's context, computed by some replica so far
 
     def acted(self, timing: ActionTiming) -> None:
@@ -61,11 +62,12 @@ class Episode:
         if last is not None:
             self.max_weights_version = int(last)
         cached = versions.get("num_cached_tokens")
+        self.expected_tokens = min(self._computed_tokens, prompt_tokens)
         if cached is None or self.cached_tokens is None or self.recomputed_tokens is None:
             self.cached_tokens = self.recomputed_tokens = None
         else:
             self.cached_tokens += cached
-            self.recomputed_tokens += max(0, min(self._computed_tokens, prompt_tokens) - cached)
+            self.recomputed_tokens += max(0, self.expected_tokens - cached)
         if output.num_preempted is None or self.preemptions is None:
             self.preemptions = None
         else:

@@ -56,6 +56,10 @@ class Chains(Protocol):
         the chain); the context has so many tokens with it."""
         ...
 
+    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
+        """A turn came back to the replica of its last one; see `AdmissionPolicy.served`."""
+        ...
+
     def key(self, trajectory_id: str, progress: Progress) -> float:
         """An action begins to wait for a slot: what it is to be ordered by."""
         ...
@@ -79,6 +83,8 @@ class Unreported:
     async def reach(self, trajectory_id: str, context_tokens: int, parked: Callable[[], None]) -> None: ...
 
     def inferred(self, trajectory_id: str, seconds: float | None, context_tokens: int) -> None: ...
+
+    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None: ...
 
     def key(self, trajectory_id: str, progress: Progress) -> float:
         return 0.0
@@ -109,6 +115,7 @@ class ChainReporter:
         self._connect = connect
         self._admission = job.admission
         self._room = WaitingRoom(job.admission.concurrency)
+        self._served: list[tuple[int, int, int]] = []
         self._number = 0
         self._asked_first_s = 0.0
         self._slots = dict(slots)
@@ -142,6 +149,9 @@ class ChainReporter:
         state.inference_s += usual_s if seconds is None else seconds
         state.first_tokens = state.first_tokens or context_tokens
         state.tokens = context_tokens
+
+    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
+        self._served.append((expected_tokens, cached_tokens, preemptions))
 
     def key(self, trajectory_id: str, progress: Progress) -> float:
         """The last key that came for the trajectory, and 0 before the first."""
@@ -186,6 +196,7 @@ class ChainReporter:
     async def exchange(self) -> None:
         """Tell what has changed, let in who may, and take new keys. A failure leaves all to be told the next time."""
         told, self._changed = self._changed, {}
+        served, self._served = self._served, []
         asks = self._room.asks()
         self._number += 1
         report = Report(
@@ -195,6 +206,7 @@ class ChainReporter:
             slots=self._slots,
             states=[msgspec.structs.replace(state) for state in told.values()],
             asks=asks,
+            served=served,
         )
         now = asyncio.get_running_loop().time
         self._asked_first_s = self._asked_first_s or now()

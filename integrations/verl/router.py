@@ -22,7 +22,8 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -71,7 +72,10 @@ class TrajectoryRouter:
         self._policy = make_router(settings.policy, list(servers), random.Random(settings.seed), memory=memory)
         self._tickets = TicketLedger(ttl_s=settings.ticket_ttl_s, close=self._release)
         self._versions: dict[str, int] = {}  # of each replica's weights, as far as turns have shown them
-        self._losses = 0
+        self._losses: Counter[str] = Counter()  # of all caches, by replica
+        self._left: dict[
+            str, tuple[str, int]
+        ] = {}  # by trajectory: where its last turn left a cache, after what losses
         self._lock = threading.Lock()  # each concurrency group of a Ray actor runs in a thread of its own
         self._swept_s = time.monotonic()
 
@@ -128,8 +132,9 @@ class TrajectoryRouter:
     @ray.method(concurrency_group="release")  # type: ignore[untyped-decorator]
     async def turn_over(
         self, request_id: str, context_tokens: int, cached_tokens: int | None, weights_version: int | None
-    ) -> None:
-        """A turn that was announced as `reported` is over.
+    ) -> bool:
+        """A turn that was announced as `reported` is over. Gives whether it came back to the replica of its
+        trajectory's last turn, and that one has the same weights still: then what it lost was overwritten by others.
 
         Args:
             context_tokens: its prompt and what was generated.
@@ -139,7 +144,7 @@ class TrajectoryRouter:
         with self._lock:
             ticket = self._tickets.find(request_id)
             if ticket is None:
-                return
+                return False
             self._has_version(ticket.replica_id, weights_version)
             same_weights = ticket.weights_version in (None, weights_version)
             served = Served(
@@ -148,6 +153,10 @@ class TrajectoryRouter:
                 seconds=time.monotonic() - ticket.granted_s if same_weights else None,
             )
             self._tickets.release(request_id, served)
+            here = (ticket.replica_id, self._losses[ticket.replica_id])
+            came_back = self._left.get(ticket.trajectory_id) == here
+            self._left[ticket.trajectory_id] = here
+            return came_back
 
     @ray.method(concurrency_group="release")  # type: ignore[untyped-decorator]
     async def pause_trajectory(self, trajectory_id: str) -> None:
@@ -160,6 +169,7 @@ class TrajectoryRouter:
         """The trajectory is over, however it ended. makespan's agent loops call this; verl's do not need to."""
         with self._lock:
             self._tickets.end(trajectory_id)
+            self._left.pop(trajectory_id, None)
             self._policy.finish(trajectory_id)
 
     async def add_servers(self, servers: Mapping[str, Any]) -> None:
@@ -181,7 +191,7 @@ class TrajectoryRouter:
     async def clear_sticky_cache(self) -> dict[str, Any]:
         """Place every trajectory anew at its next turn, as verl asks for before it changes replicas and weights."""
         with self._lock:
-            self._lost_caches(self._servers)
+            self._lost_caches(list(self._servers))
             return {"cleared_entries": self._policy.forget(), "server_loads": self._policy.in_flight()}
 
     async def get_total_inflight(self) -> int:
@@ -197,7 +207,7 @@ class TrajectoryRouter:
                 "servers": in_flight,
                 "total_inflight": sum(in_flight.values()),
                 "active_servers": len(in_flight),
-                "cache_losses": self._losses,
+                "cache_losses": self._losses.total(),
                 "tickets": msgspec.structs.asdict(self._tickets.counters()),
             }
 
@@ -213,8 +223,8 @@ class TrajectoryRouter:
             self._lost_caches([server_id])
         self._versions[server_id] = weights_version if known is None else max(known, weights_version)
 
-    def _lost_caches(self, server_ids: Iterable[str]) -> None:
-        self._losses += 1
+    def _lost_caches(self, server_ids: Collection[str]) -> None:
+        self._losses.update(server_ids)
         self._policy.lose_caches(server_ids)
 
     async def _sweep(self) -> None:

@@ -199,7 +199,13 @@ class ReportedTo(FakeClient):
     def __init__(self, *says: str) -> None:
         super().__init__(*says)
         self.reports: list[tuple[Any, ...]] = []
-        self.turn_over = SimpleNamespace(remote=lambda *report: self.reports.append(report))
+        self.turn_over = SimpleNamespace(remote=self._hear)
+
+    def _hear(self, *report: Any) -> asyncio.Future[bool]:
+        self.reports.append(report)
+        came_back: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        came_back.set_result(len(self.reports) > 1)
+        return came_back
 
 
 def test_our_router_hears_what_became_of_each_turn() -> None:
@@ -368,6 +374,11 @@ class Door(Unreported):
         self.wait_s = wait_s
         self.log: list[Any] = []
         self.waited_at = asyncio.Event()
+        self.parks = True
+        self.caches: list[tuple[int, int, int]] = []
+
+    def served(self, *cache: int) -> None:
+        self.caches.append(cache)  # type: ignore[arg-type]
 
     async def admit(self, trajectory_id: str) -> None:
         self.log.append("admit")
@@ -376,7 +387,8 @@ class Door(Unreported):
 
     async def reach(self, trajectory_id: str, context_tokens: int, parked: Callable[[], None]) -> None:
         self.log.append(context_tokens)
-        parked()
+        if self.parks:
+            parked()
         self.waited_at.set()
         await asyncio.sleep(self.wait_s)
 
@@ -407,6 +419,16 @@ def test_a_trajectory_is_admitted_before_its_session_opens_and_asks_before_each_
     _run(lambda: _behind(door, client, Watched(door)))
     assert door.log == ["admit", "open", 6, 6 + 2 + 6, "counted"]
     assert paused == ["g_1", "g_1"]
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_admission_hears_what_a_returning_turn_found_unless_it_was_parked(parks: bool) -> None:
+    door, client = Door(), ReportedTo("one <end>", "done <end>")
+    door.parks = parks
+    admission = {"policy": "parking", "replicas": 1, "memory": {"num_blocks": 9, "block_tokens": 16}}
+    _run(lambda: _behind(door, client, FakeEnvironment(), admission=admission))
+    # The first turn computed 6 + 2 - 1 tokens, of which the second found 3.
+    assert door.caches == ([] if parks else [(7, 3, 0)])
 
 
 def test_waiting_for_admission_is_on_its_own_account_and_not_on_the_deadlines() -> None:

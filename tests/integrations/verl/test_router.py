@@ -218,6 +218,29 @@ def test_a_turn_that_verls_client_repeats_was_aborted_and_its_replica_lost_its_c
     assert told == [("route", "t"), ("release", "a", "t", None), ("lose_caches", "a"), ("route", "t")]
 
 
+def test_a_turn_came_back_if_its_replica_is_the_last_ones_and_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, _, _ = _noted(monkeypatch)
+    came_back = []
+
+    async def take(turn: int, version: int) -> None:
+        await router.acquire_server(f"t|{turn}", _facts("t", turn, reported=True))
+        came_back.append(await router.turn_over(f"t|{turn}", 100, 50, version))
+
+    async def play() -> None:
+        await take(0, 4)
+        await take(1, 4)
+        await take(2, 5)  # new weights
+        await take(3, 5)
+        router._policy.route = lambda request: "b"  # type: ignore[method-assign]
+        await take(4, 5)  # moved
+        await take(5, 5)
+        await router.clear_sticky_cache()
+        await take(6, 5)
+
+    asyncio.run(play())
+    assert came_back == [False, True, False, True, False, True, False]
+
+
 def test_a_clearing_of_sticky_placements_goes_with_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     router, told, _ = _noted(monkeypatch)
     asyncio.run(router.clear_sticky_cache())

@@ -183,6 +183,20 @@ def test_a_new_actor_counts_the_contexts_of_who_runs() -> None:
     assert tell(coordinator, "two", []) == ["b"]
 
 
+def test_caches_that_are_lost_make_the_limit_smaller() -> None:
+    """After a round of 16 returning turns that lost everything, the limit shrinks by a tenth: 855 of 1,000."""
+    for cached_tokens, admitted in ((0, []), (100, ["b"])):
+        coordinator, _ = shared(PARKING)
+        enter(coordinator, "one", "a")
+        served = [(100, cached_tokens, 0)] * 16
+        report = Report(
+            worker="one", number=next(NUMBERS), answered=True, slots=SLOTS, states=[], asks={}, served=served
+        )
+        coordinator.exchange(report)
+        assert tell(coordinator, "one", [], {"a": 850}) == ["a"]
+        assert enter(coordinator, "one", "b") == admitted
+
+
 # --- a worker, with an actor that can die ----------------------------------------------------------------------------
 
 
