@@ -59,14 +59,10 @@ class WaitingRoom:
         self._untold[trajectory_id] = context_tokens
         self.knocked.set()
         self._let_in()
-        try:
-            await guest.turn
-        except asyncio.CancelledError:
-            self.leave(trajectory_id)
-            raise
+        await guest.turn
 
     def leave(self, trajectory_id: str) -> None:
-        """The trajectory is over, or waits no longer."""
+        """The trajectory is over, also if it was cancelled while it waited."""
         self._waiting.pop(trajectory_id, None)
         self._untold.pop(trajectory_id, None)
         self._working.discard(trajectory_id)
