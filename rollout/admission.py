@@ -29,6 +29,7 @@ __all__ = [
     "FixedConcurrency",
     "OversampleCut",
     "make_admission",
+    "make_policy",
 ]
 
 
@@ -163,7 +164,19 @@ def make_admission(
     memory: ReplicaMemory | None = None,
     replicas: int = 1,
 ) -> Admission:
-    """The shell around the policy of this name; trajectories start in `order`, by default in that of their arrival.
+    """The shell around the policy of this name; see `make_policy`."""
+    return Admission(make_policy(name, concurrency, order, memory=memory, replicas=replicas))
+
+
+def make_policy(
+    name: str,
+    concurrency: int | None,
+    order: AdmissionOrder | None = None,
+    *,
+    memory: ReplicaMemory | None = None,
+    replicas: int = 1,
+) -> AdmissionPolicy:
+    """The policy of this name; trajectories start in `order`, by default in that of their arrival.
 
     Args:
         memory, replicas: one replica's memory and how many there are, for `parking`.
@@ -175,7 +188,7 @@ def make_admission(
             raise ConfigError(
                 "admission.policy: 'parking' has to know the replicas' memory, and this back end does not say"
             )
-        return Admission(Parking(concurrency, order, memory=memory, replicas=replicas, correction=CacheCorrection()))
+        return Parking(concurrency, order, memory=memory, replicas=replicas, correction=CacheCorrection())
     if name not in ADMISSION:
         raise ConfigError(f"admission.policy: unknown policy {name!r}{nearest(name, POLICIES)}")
-    return Admission(ADMISSION[name](concurrency, order))
+    return ADMISSION[name](concurrency, order)

@@ -1,7 +1,7 @@
 """What admission asks of a policy, and the policy that goes by a number alone.
 
 A policy is pure: trajectory ids in, trajectory ids out. It reads no clock and waits for nothing; `admission.py` is the
-shell in which trajectories wait, and an actor that serves many processes can be another.
+shell in which trajectories wait, and verl's coordinator, which serves many processes, is another.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class AdmissionPolicy(Protocol):
     """The pure part: trajectory ids in, trajectory ids out."""
 
     def submit(self, trajectory_id: str) -> None: ...
+
+    def adopt(self, trajectory_id: str) -> None:
+        """A trajectory runs that was admitted elsewhere: it counts as admitted, whatever the limit."""
+        ...
 
     def start(self) -> list[str]:
         """The trajectories that may start or go on now, in the order in which they do; they count as admitted from
@@ -72,6 +76,10 @@ class FixedConcurrency:
 
     def submit(self, trajectory_id: str) -> None:
         self._waiting.submit(trajectory_id)
+
+    def adopt(self, trajectory_id: str) -> None:
+        self._waiting.withdraw(trajectory_id)
+        self._admitted.add(trajectory_id)
 
     def start(self) -> list[str]:
         started = []

@@ -273,7 +273,8 @@ class CostRouter:
     def _learn(self, index: int, flight: Flight, served: Served) -> None:
         generated = served.context_tokens - flight.context_tokens
         self._fleet.generated_tokens += MEAN_GAIN * (generated - self._fleet.generated_tokens)
-        self._fleet.turn_s += MEAN_GAIN * (served.seconds - self._fleet.turn_s)
+        if served.seconds is not None:
+            self._fleet.turn_s += MEAN_GAIN * (served.seconds - self._fleet.turn_s)
         if served.cached_tokens is None:
             return
         if flight.shared_tokens:

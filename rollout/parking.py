@@ -139,12 +139,14 @@ class Parking:
                 going.append(paused)
         while len(self._waiting) and self._admits(room):
             trajectory_id = self._waiting.next()
-            self._admissions += 1
-            self._number[trajectory_id] = self._admissions
-            self._held[trajectory_id] = 0  # until it says how long its prompt is
-            self._activate(trajectory_id)
+            self._take_in(trajectory_id)
             going.append(trajectory_id)
         return going
+
+    def adopt(self, trajectory_id: str) -> None:
+        self._waiting.withdraw(trajectory_id)
+        if trajectory_id not in self._number:
+            self._take_in(trajectory_id)
 
     def reach(self, trajectory_id: str, context_tokens: int) -> bool:
         if trajectory_id not in self._number:
@@ -192,6 +194,12 @@ class Parking:
     def _admits(self, room: float) -> bool:
         below = self._concurrency is None or len(self._number) < self._concurrency
         return below and (not self._active or self._booked <= room)
+
+    def _take_in(self, trajectory_id: str) -> None:
+        self._admissions += 1
+        self._number[trajectory_id] = self._admissions
+        self._held[trajectory_id] = 0  # until it says how long its prompt is
+        self._activate(trajectory_id)
 
     def _pause(self) -> None:
         while self._booked > self._limit() and len(self._active) > 1:

@@ -27,8 +27,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the prompt and of what was generated."""
     cached_tokens: int | None
     """Prompt tokens that the replica did not have to compute."""
-    seconds: float
-    """From the decision to the completion."""
+    seconds: float | None
+    """From the decision to the completion; None: it waited there for something else, such as new weights."""
     prefill_s: float | None = None
     decode_s: float | None = None
     """The replica's own; None where it does not say."""

@@ -2,7 +2,9 @@
 
 verl makes one `EnvAgentLoop` for each trajectory and awaits `run`. The loop opens an environment session, alternates
 `generate` (through verl's own client, and so through the router) with environment actions, and returns tokens, mask,
-log-probabilities and reward. Environment slots belong to the server: nothing is held while the model thinks.
+log-probabilities and reward. Environment slots belong to the server: nothing is held while the model thinks. Where
+admission is limited the loop waits for it before it opens the session, and asks again before each inference; its
+deadline stands still meanwhile.
 
 **A trajectory always comes back.** Whatever fails (the server is unreachable, an action times out, a replica dies, the
 deadline passes), `run` returns a trajectory that is masked throughout, marked `failed` with its reason, and complete
@@ -17,8 +19,9 @@ dataset class requires, is not sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -61,6 +64,8 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
         except ConfigError as error:
             self._settings = error
         self._chains: Chains = Unreported()
+        self._deadline = asyncio.Timeout(None)
+        self._parked = False  # before the present turn
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         """One trajectory of the dataset's `row`, as verl's output."""
@@ -86,6 +91,9 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
         except Exception as error:  # nobody foresaw it; verl would train on without this trajectory and say nothing
             logger.exception("makespan: trajectory %s failed by an unexpected error", episode.trajectory_id)
             episode.fail("internal", error)
+        except asyncio.CancelledError:
+            episode.state = "failed"  # its length says nothing of how long chains are
+            raise
         finally:
             self._chains.end(episode.trajectory_id, counts=episode.state != "failed")
             self._tell_router_it_is_over(episode.trajectory_id)
@@ -96,16 +104,17 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
     async def _within_deadline(
         self, episode: Episode, settings: LoopSettings, sampling_params: dict[str, Any], row: Mapping[str, Any]
     ) -> None:
-        deadline = asyncio.timeout(settings.trajectory_deadline_s)
+        self._deadline = asyncio.timeout(settings.trajectory_deadline_s)
         try:
-            async with deadline:
+            async with self._deadline:
                 task = _task_of(row, settings)
                 backend = await self._backend(settings)
                 self._chains = self._reporter(settings, backend)
                 self._chains.join(episode.trajectory_id, f"{task.environment}/{task.task_id}", task.environment)
+                await self._off_the_clock(episode, self._chains.admit(episode.trajectory_id))
                 await self._converse(episode, settings, backend, task, sampling_params)
         except TimeoutError as error:
-            if not deadline.expired():
+            if not self._deadline.expired():
                 raise
             raise EnvironmentFailure(
                 "timeout",
@@ -113,20 +122,32 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
                 f"it was in turn {episode.turns + 1}",
             ) from error
 
+    async def _off_the_clock(self, episode: Episode, admission: Awaitable[None]) -> None:
+        """Wait for admission, which is not the trajectory's own time."""
+        started_s, due_s = episode.clock(), self._deadline.when()
+        self._deadline.reschedule(None)
+        await admission
+        waited_s = episode.clock() - started_s
+        episode.admission_s += waited_s
+        if due_s is not None:
+            self._deadline.reschedule(due_s + waited_s)
+
     def _job(self) -> str:
         return f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}"
 
     def _reporter(self, settings: LoopSettings, backend: EnvironmentBackend) -> Chains:
         """Where this process's trajectories are reported to the job's coordinator."""
-        if settings.scheduling == "fifo" or not isinstance(backend, EnvClient):
+        ordered = settings.scheduling != "fifo"
+        if not (ordered or settings.admission.limits) or not isinstance(backend, EnvClient):
             return Unreported()
         job = JobSettings(
             max_turns=settings.max_turns,
             max_tokens=int(self.rollout_config.prompt_length) + int(self.rollout_config.response_length),
             history=settings.history,
+            admission=settings.admission,
         )
         slots = {name: backend.info.slots[step_class(name)] for name in backend.info.environments}
-        return chain_reporter(self._job(), job, slots, backend.rekey)
+        return chain_reporter(self._job(), job, slots, backend.rekey if ordered else None)
 
     async def _backend(self, settings: LoopSettings) -> EnvironmentBackend:
         return await environment_server(
@@ -209,11 +230,16 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             context_tokens=len(transcript.token_ids),
             group=episode.group,
             worker=_worker_name(),
+            reported=hasattr(self._router(), "turn_over"),
         )
+        request_id = f"{episode.trajectory_id}|{episode.turns}"
+        self._parked = False
+        reach = self._chains.reach(facts.trajectory, facts.context_tokens, lambda: self._is_parked(facts.trajectory))
+        await self._off_the_clock(episode, reach)
         started_s = episode.clock()
         try:
             output = await self.server_manager.generate(
-                request_id=f"{episode.trajectory_id}|{episode.turns}",
+                request_id=request_id,
                 prompt_ids=list(transcript.token_ids),
                 sampling_params={
                     **sampling_params,
@@ -228,7 +254,11 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
         ids = list(output.token_ids)
         elapsed_s = episode.clock() - started_s
         episode.generated(ids, output, prompt_tokens=facts.context_tokens, elapsed_s=elapsed_s)
-        self._chains.inferred(episode.trajectory_id, elapsed_s, facts.context_tokens + len(ids))
+        context_tokens = facts.context_tokens + len(ids)
+        if facts.reported:
+            await self._report(episode, settings, request_id, context_tokens, output)
+        told_s = None if episode.weights_changed else elapsed_s
+        self._chains.inferred(episode.trajectory_id, told_s, context_tokens)
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         await transcript.append_generated(self, ids, output.log_probs, text)
         return str(text), len(ids) >= limit and ids[-1] != self.tokenizer.eos_token_id
@@ -247,9 +277,31 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
     def _progress(self, episode: Episode, settings: LoopSettings) -> Progress:
         return episode.progress(max_turns=settings.max_turns, max_tokens=int(self.rollout_config.response_length))
 
+    def _router(self) -> Any:
+        """verl's router: ours, its own, or none."""
+        return getattr(self.server_manager, "_load_balancer", None)
+
+    async def _report(
+        self, episode: Episode, settings: LoopSettings, request_id: str, context_tokens: int, output: Any
+    ) -> None:
+        """Tell our router what became of a turn and, where admission goes by memory, admission what its cache did."""
+        cached, version = (output.extra_fields.get(name) for name in ("num_cached_tokens", "max_global_steps"))
+        told = self._router().turn_over.remote(request_id, context_tokens, cached, version)
+        if settings.admission.policy == "parking" and cached is not None and not self._parked:
+            with contextlib.suppress(ray.exceptions.RayError):  # without a router the next turn fails, and says so
+                if await told:
+                    self._chains.served(episode.expected_tokens, cached, output.num_preempted or 0)
+
+    def _is_parked(self, trajectory_id: str) -> None:
+        """A parked trajectory is no load; verl's own router counts none."""
+        self._parked = True
+        router = self._router()
+        if hasattr(router, "pause_trajectory"):
+            router.pause_trajectory.remote(trajectory_id)
+
     def _tell_router_it_is_over(self, trajectory_id: str) -> None:
         """Close what the router still counts for this trajectory; verl's own router keeps no such count."""
-        router: Any = getattr(self.server_manager, "_load_balancer", None)
+        router = self._router()
         if hasattr(router, "finish_trajectory"):
             router.finish_trajectory.remote(trajectory_id)
 

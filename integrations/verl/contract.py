@@ -88,6 +88,20 @@ RELIANCES: tuple[Reliance, ...] = (
         ("min_global_steps", "max_global_steps"),
     ),
     Reliance(
+        _CLIENT,
+        "FullyAsyncLLMServerClient.generate",
+        "a turn that its replica aborted for new weights is asked for again under its request id",
+        ("request_id",),
+        ("request_id=request_id", '("aborted", "abort")'),
+    ),
+    Reliance(
+        "verl.workers.rollout.vllm_rollout.vllm_async_server",
+        "vLLMHttpServer.abort_all_requests",
+        "an aborted turn means that its replica lost its caches",
+        ("reset_prefix_cache",),
+        ("clear_cache=reset_prefix_cache",),
+    ),
+    Reliance(
         "verl.workers.rollout.vllm_rollout.vllm_async_server",
         "vLLMHttpServer.generate",
         "`max_tokens` and `extra_args` in the sampling parameters reach vLLM; cached tokens come back",

@@ -34,6 +34,7 @@ class Episode:
     cached_tokens: int | None = 0
     recomputed_tokens: int | None = 0
     preemptions: int | None = 0
+    admission_s: float = 0.0
     generate_s: float = 0.0
     slot_queue_s: float = 0.0
     environment_s: float = 0.0
@@ -42,6 +43,8 @@ class Episode:
         self.started_s = self.clock()
         self.min_weights_version = self.weights_version
         self.max_weights_version = self.weights_version
+        self.weights_changed = False  # before or with the last turn, which may have waited for that at its replica
+        self.expected_tokens = 0  # of the last turn's prompt: cached, if its replica had lost nothing
         self._computed_tokens = 0  # of this trajectory's context, computed by some replica so far
 
     def acted(self, timing: ActionTiming) -> None:
@@ -53,16 +56,18 @@ class Episode:
         """A turn was generated; `output` is verl's `TokenOutput`."""
         versions = output.extra_fields
         first, last = versions.get("min_global_steps"), versions.get("max_global_steps")
+        self.weights_changed = last is not None and (first != last or int(last) != self.max_weights_version)
         if self.turns == 0 and first is not None:
             self.min_weights_version = int(first)
         if last is not None:
             self.max_weights_version = int(last)
         cached = versions.get("num_cached_tokens")
+        self.expected_tokens = min(self._computed_tokens, prompt_tokens)
         if cached is None or self.cached_tokens is None or self.recomputed_tokens is None:
             self.cached_tokens = self.recomputed_tokens = None
         else:
             self.cached_tokens += cached
-            self.recomputed_tokens += max(0, min(self._computed_tokens, prompt_tokens) - cached)
+            self.recomputed_tokens += max(0, self.expected_tokens - cached)
         if output.num_preempted is None or self.preemptions is None:
             self.preemptions = None
         else:
@@ -84,7 +89,7 @@ class Episode:
             turns=self.turns,
             prompt_tokens=context - self.generated_tokens,
             generated_tokens=self.generated_tokens,
-            elapsed_s=self.clock() - self.started_s,
+            elapsed_s=self.clock() - self.started_s - self.admission_s,
             environment_s=self.environment_s,
             max_turns=max_turns,
             max_tokens=max_tokens,
@@ -102,6 +107,7 @@ class Episode:
             recomputed_tokens=self.recomputed_tokens,
             preemptions=self.preemptions,
             completion_s=self.clock() - self.started_s,
+            admission_s=self.admission_s,
             generate_s=self.generate_s,
             slot_queue_s=self.slot_queue_s,
             environment_s=self.environment_s,

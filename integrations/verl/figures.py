@@ -37,6 +37,8 @@ class TrajectoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int | None = None
     completion_s: float = 0.0
     """From the trajectory's start to its end."""
+    admission_s: float = 0.0
+    """Waiting for admission: to start, or parked."""
     generate_s: float = 0.0
     """Waiting for verl's `generate`: routing, the replica's queue, prefill and decode (verl does not part them)."""
     slot_queue_s: float = 0.0
@@ -64,17 +66,12 @@ def step_metrics(trajectories: Sequence[TrajectoryFigures]) -> dict[str, float]:
         **{f"makespan/completion_s/p{p}": _nearest_rank(completions, p) for p in (50, 90, 99)},
         "makespan/turns/mean": _mean([t.turns for t in trajectories]),
         "makespan/turns/max": max(t.turns for t in trajectories),
+        "makespan/phases_s/admission": _mean([t.admission_s for t in trajectories]),
         "makespan/phases_s/generate": _mean([t.generate_s for t in trajectories]),
         "makespan/phases_s/slot_queue": _mean([t.slot_queue_s for t in trajectories]),
         "makespan/phases_s/environment": _mean([t.environment_s for t in trajectories]),
         "makespan/slowest/completion_s": slowest.completion_s,
-        "makespan/slowest/generate_s": slowest.generate_s,
-        "makespan/slowest/slot_queue_s": slowest.slot_queue_s,
-        "makespan/slowest/environment_s": slowest.environment_s,
-        "makespan/slowest/other_s": slowest.completion_s
-        - slowest.generate_s
-        - slowest.slot_queue_s
-        - slowest.environment_s,
+        **{f"makespan/slowest/{name}": seconds for name, seconds in _phases(slowest).items()},
         "makespan/tokens/prompt": sum(t.prompt_tokens for t in trajectories),
         "makespan/tokens/generated": sum(t.generated_tokens for t in trajectories),
     }
@@ -92,7 +89,7 @@ def step_metrics(trajectories: Sequence[TrajectoryFigures]) -> dict[str, float]:
 SLOWEST = 20
 """Rows of the table of slowest trajectories."""
 
-PHASES = ("generate_s", "slot_queue_s", "environment_s", "other_s")
+PHASES = ("admission_s", "generate_s", "slot_queue_s", "environment_s", "other_s")
 
 
 def slowest_table(
@@ -116,7 +113,7 @@ def slowest_table(
 
 
 def _phases(t: TrajectoryFigures) -> dict[str, float]:
-    measured = {"generate_s": t.generate_s, "slot_queue_s": t.slot_queue_s, "environment_s": t.environment_s}
+    measured = {name: getattr(t, name) for name in PHASES[:-1]}
     return {**measured, "other_s": t.completion_s - sum(measured.values())}
 
 

@@ -2,7 +2,14 @@
 
 verl calls `acquire_server` before each turn and `release_server` after it. The actor answers at once with what the
 policy decides; it never waits, so that no call can hold back another. What the policy needs to know of a turn travels
-in `sampling_params["extra_args"]["makespan"]` (a few strings and integers): the prompt does not.
+in `sampling_params["extra_args"]["makespan"]` (a few strings and integers): the prompt does not. What became of a turn
+is told by makespan's agent loop with `turn_over`, just after verl's release, which then counts for nothing.
+
+**New weights.** verl tells its router nothing of weight syncs. That a replica lost its caches shows in three ways: a
+turn comes back with a newer version of the weights than its replica had; verl's client asks again for a turn that is
+not over, which means that the replica aborted it, and with that verl clears the caches; the trainer calls
+`clear_sticky_cache`. A turn during which the weights changed was perhaps parked at its replica for the whole sync, so
+its time is not counted.
 
 Ray runs 1,000 calls of an asynchronous actor at a time and queues the others, in order. A router whose `acquire` waits
 would then be deadlocked by its 1,001st caller, because the releases that would wake it queue behind. So acquires have a
@@ -15,7 +22,8 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -23,7 +31,7 @@ import ray
 
 from makespan.integrations.verl.settings import RouterSettings, parse
 from makespan.integrations.verl.tickets import Ticket, TicketLedger
-from makespan.rollout.routing import RouteRequest, make_router
+from makespan.rollout.routing import RouteRequest, Served, make_router
 
 SWEEP_INTERVAL_S = 5.0
 """How often, at most, the router looks for dead workers and lost turns; each look asks Ray once for each worker."""
@@ -45,6 +53,8 @@ class TurnFacts(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     worker: str = ""
     """The name of the Ray actor that runs the trajectory."""
+    reported: bool = False
+    """Whether `turn_over` will be called when the turn is over."""
 
 
 class TrajectoryRouter:
@@ -58,8 +68,14 @@ class TrajectoryRouter:
     def __init__(self, servers: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         settings = parse(RouterSettings, {k: v for k, v in config.items() if k != "router_class"}, "the router's YAML")
         self._servers = dict(servers)
-        self._policy = make_router(settings.policy, list(servers), random.Random(settings.seed))
-        self._tickets = TicketLedger(ttl_s=settings.ticket_ttl_s, release_replica=self._policy.release)
+        memory = None if settings.memory is None else settings.memory.memory()
+        self._policy = make_router(settings.policy, list(servers), random.Random(settings.seed), memory=memory)
+        self._tickets = TicketLedger(ttl_s=settings.ticket_ttl_s, close=self._release)
+        self._versions: dict[str, int] = {}  # of each replica's weights, as far as turns have shown them
+        self._losses: Counter[str] = Counter()  # of all caches, by replica
+        self._left: dict[
+            str, tuple[str, int]
+        ] = {}  # by trajectory: where its last turn left a cache, after what losses
         self._lock = threading.Lock()  # each concurrency group of a Ray actor runs in a thread of its own
         self._swept_s = time.monotonic()
 
@@ -78,35 +94,82 @@ class TrajectoryRouter:
         """
         await self._sweep()
         facts = _facts(request_id, sampling_params)
+        now_s = time.monotonic()
         request = RouteRequest(
             trajectory_id=facts.trajectory or request_id,
             turn=facts.turn,
             context_tokens=facts.context_tokens,
             group=facts.group,
+            now_s=now_s,
         )
         with self._lock:
+            aborted = self._tickets.find(request_id) if facts.reported else None
+            if facts.trajectory:
+                self._tickets.supersede(facts.trajectory)
+            if aborted is not None:
+                self._lost_caches([aborted.replica_id])
             server_id = self._policy.route(request)
-            self._tickets.grant(
-                Ticket(
-                    request_id=request_id,
-                    trajectory_id=facts.trajectory,
-                    replica_id=server_id,
-                    worker=facts.worker,
-                    granted_s=time.monotonic(),
-                )
+            ticket = Ticket(
+                request_id=request_id,
+                trajectory_id=facts.trajectory,
+                replica_id=server_id,
+                worker=facts.worker,
+                granted_s=now_s,
+                reported=facts.reported,
+                weights_version=self._versions.get(server_id),
             )
+            if not self._tickets.grant(ticket):
+                self._policy.finish(facts.trajectory)
             return server_id, self._servers[server_id]
 
     @ray.method(concurrency_group="release")  # type: ignore[untyped-decorator]
     async def release_server(self, server_id: str, request_id: str | None = None) -> None:
         with self._lock:
-            self._tickets.release(request_id or "")
+            ticket = self._tickets.find(request_id or "")
+            if ticket is None or not ticket.reported:
+                self._tickets.release(request_id or "")
+
+    @ray.method(concurrency_group="release")  # type: ignore[untyped-decorator]
+    async def turn_over(
+        self, request_id: str, context_tokens: int, cached_tokens: int | None, weights_version: int | None
+    ) -> bool:
+        """A turn that was announced as `reported` is over. Gives whether it came back to the replica of its
+        trajectory's last turn, and that one has the same weights still: then what it lost was overwritten by others.
+
+        Args:
+            context_tokens: its prompt and what was generated.
+            cached_tokens: of its prompt; None where the replica does not say.
+            weights_version: of the weights that generated its last token.
+        """
+        with self._lock:
+            ticket = self._tickets.find(request_id)
+            if ticket is None:
+                return False
+            self._has_version(ticket.replica_id, weights_version)
+            same_weights = ticket.weights_version in (None, weights_version)
+            served = Served(
+                context_tokens=context_tokens,
+                cached_tokens=cached_tokens,
+                seconds=time.monotonic() - ticket.granted_s if same_weights else None,
+            )
+            self._tickets.release(request_id, served)
+            here = (ticket.replica_id, self._losses[ticket.replica_id])
+            came_back = self._left.get(ticket.trajectory_id) == here
+            self._left[ticket.trajectory_id] = here
+            return came_back
+
+    @ray.method(concurrency_group="release")  # type: ignore[untyped-decorator]
+    async def pause_trajectory(self, trajectory_id: str) -> None:
+        """The trajectory is parked: until its next turn it is no load."""
+        with self._lock:
+            self._policy.pause(trajectory_id)
 
     @ray.method(concurrency_group="release")  # type: ignore[untyped-decorator]
     async def finish_trajectory(self, trajectory_id: str) -> None:
         """The trajectory is over, however it ended. makespan's agent loops call this; verl's do not need to."""
         with self._lock:
             self._tickets.end(trajectory_id)
+            self._left.pop(trajectory_id, None)
             self._policy.finish(trajectory_id)
 
     async def add_servers(self, servers: Mapping[str, Any]) -> None:
@@ -120,13 +183,15 @@ class TrajectoryRouter:
             self._policy.remove(server_ids)
             for server_id in server_ids:
                 self._servers.pop(server_id, None)
+                self._versions.pop(server_id, None)
 
     async def get_all_servers(self) -> list[str]:
         return list(self._servers)
 
     async def clear_sticky_cache(self) -> dict[str, Any]:
-        """Place every trajectory anew at its next turn, as verl asks for when the set of replicas changed."""
+        """Place every trajectory anew at its next turn, as verl asks for before it changes replicas and weights."""
         with self._lock:
+            self._lost_caches(list(self._servers))
             return {"cleared_entries": self._policy.forget(), "server_loads": self._policy.in_flight()}
 
     async def get_total_inflight(self) -> int:
@@ -142,8 +207,25 @@ class TrajectoryRouter:
                 "servers": in_flight,
                 "total_inflight": sum(in_flight.values()),
                 "active_servers": len(in_flight),
+                "cache_losses": self._losses.total(),
                 "tickets": msgspec.structs.asdict(self._tickets.counters()),
             }
+
+    def _release(self, ticket: Ticket, served: Served | None) -> None:
+        self._policy.release(ticket.replica_id, ticket.trajectory_id or ticket.request_id, served)
+
+    def _has_version(self, server_id: str, weights_version: int | None) -> None:
+        """A turn was generated there with these weights: if they are newer, its caches went with the old ones."""
+        if weights_version is None:
+            return
+        known = self._versions.get(server_id)
+        if known is not None and weights_version > known:
+            self._lost_caches([server_id])
+        self._versions[server_id] = weights_version if known is None else max(known, weights_version)
+
+    def _lost_caches(self, server_ids: Collection[str]) -> None:
+        self._losses.update(server_ids)
+        self._policy.lose_caches(server_ids)
 
     async def _sweep(self) -> None:
         """Close what nobody will release. Only the call that finds a sweep due pays for it."""

@@ -7,23 +7,84 @@ They become the structs below, and an unknown key or a wrong type is a `ConfigEr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from makespan.rollout.errors import ConfigError, nearest
+from makespan.rollout.memory import BlockMemory
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class MemorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The memory of one replica, by the names that `makespan plan MODEL --json PATH` writes them under."""
+
+    num_blocks: Annotated[int, msgspec.Meta(ge=2)]
+    """vLLM's cache blocks, the null block included. vLLM logs the number when it starts, and that one is exact."""
+    block_tokens: Count
+    attention_groups: Count = 1
+    """Groups of attention layers: each has its own blocks for the same tokens."""
+    recurrent_groups: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Groups of recurrent layers (Mamba and the like); a model without them has none."""
+
+    def memory(self) -> BlockMemory:
+        """As admission and routing use it; with prefix caching, which is verl's default."""
+        return BlockMemory(
+            capacity=self.num_blocks - 1,
+            block_tokens=self.block_tokens,
+            attention=self.attention_groups,
+            states=2 * self.recurrent_groups,  # the running state and the checkpoint that it was copied from
+        )
 
 
 class RouterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The router's YAML file, without verl's own key `router_class`."""
 
-    policy: str = "sticky-least-inflight"
+    policy: str = "cost"
+    """`cost`, or `sticky-least-inflight`: verl's own balancer, decision for decision."""
+    memory: MemorySettings | None = None
+    """Of each replica, for `cost`. Null: it takes memory for endless, and prompts for cached where they were last."""
     seed: int = 0
     """For the random choice between equally loaded replicas."""
     ticket_ttl_s: float = 3600.0
     """A turn that is still not released after this time counts as lost. Longer than any generation takes."""
+
+
+class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many trajectories of the whole job run at once: `admission` in the agent-loop YAML."""
+
+    policy: Literal["everything", "fixed", "parking"] = "everything"
+    """`everything`: all at once, as verl does. `fixed`: at most `concurrency`. `parking`: as many at work as fit into
+    the replicas' memory, asked again before every inference."""
+    concurrency: Count | None = None
+    """Of all agent-loop workers together; null with `parking`: memory alone decides."""
+    order: Literal["forecast", "arrival"] = "forecast"
+    """Who starts next: what the coordinator expects to take longest, or first come, first served."""
+    memory: MemorySettings | None = None
+    """Of one replica, for `parking`."""
+    replicas: Count | None = None
+    """How many there are, for `parking`."""
+
+    def __post_init__(self) -> None:
+        if self.policy == "everything" and self.concurrency is not None:
+            raise ValueError(
+                f"admission.policy 'everything' admits all at once, so concurrency must be null, not "
+                f"{self.concurrency}; with a number take 'fixed' or 'parking'"
+            )
+        if self.policy == "fixed" and self.concurrency is None:
+            raise ValueError("admission.policy 'fixed' needs admission.concurrency")
+        if self.policy == "parking" and (self.memory is None or self.replicas is None):
+            raise ValueError(
+                "admission.policy 'parking' needs admission.memory (of one replica; `makespan plan MODEL --json PATH` "
+                "has the figures) and admission.replicas"
+            )
+
+    @property
+    def limits(self) -> bool:
+        """Whether anybody ever waits."""
+        return self.policy != "everything"
 
 
 class LoopSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -38,7 +99,8 @@ class LoopSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_turn_tokens: int | None = None
     """Generated tokens in one turn. By default a turn may use what is left of the response."""
     trajectory_deadline_s: float = 3600.0
-    """Seconds after which a trajectory fails: the last resort against an environment or a replica that hangs."""
+    """Seconds after which a trajectory fails: the last resort against an environment or a replica that hangs. Waiting
+    for admission is not counted."""
     action_deadline_s: float = 600.0
     """The longest an environment action may take, waiting for its slot included."""
     connect_timeout_s: float = 30.0
@@ -46,6 +108,7 @@ class LoopSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     scheduling: Literal["caas", "fifo"] = "caas"
     """Whose action gets the next environment slot: the chains that will end the batch, by the forecast of a coordinator
     that all agent-loop workers report to, or first come, first served."""
+    admission: AdmissionSettings = AdmissionSettings()
     history: str | None = None
     """A file in which the coordinator keeps what it learnt (lengths, costs, prompts) for the next start of this job. It
     is read and written on the node where the coordinator runs: use a shared directory. Null: it ends with the job."""
@@ -70,6 +133,11 @@ def parse(kind: type[Settings], mapping: Mapping[str, Any], where: str) -> Setti
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, known)}")
     try:
-        return msgspec.convert(dict(mapping), kind, strict=False)
+        return msgspec.convert(_plain(mapping), kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """OmegaConf's mappings as dictionaries: of others, msgspec does not look at unknown keys."""
+    return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value

@@ -6,7 +6,7 @@ would stay too high for ever, and the router would avoid a replica that is idle.
 
 So every grant is a *ticket*, and a ticket closes at the first of these:
 
-* its release;
+* its release, with what became of the turn where somebody says so;
 * the end of its trajectory, or the start of the trajectory's next turn (a trajectory has one turn in flight);
 * the death of the worker that asked for it, or the removal of its replica;
 * its age: `ttl_s`.
@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from makespan.rollout.route import Served
+
 REMEMBERED_ENDS = 65_536
 """How many ended trajectories are remembered, to recognise a grant that arrives late. An end and a late grant are at
 most seconds apart, so this covers thousands of trajectories a second."""
@@ -36,6 +38,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     """The name of the Ray actor that asked, or empty."""
     granted_s: float
+    reported: bool = False
+    """Whether its caller will say what became of the turn, later than it is released."""
+    weights_version: int | None = None
+    """Of the replica when the turn was granted, as far as it was known."""
 
 
 class TicketCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,11 +58,11 @@ class TicketCounters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TicketLedger:
-    """All open tickets. `release_replica` is called once for each ticket that closes."""
+    """All open tickets. `close` is called once for each that closes, with what became of its turn if that is known."""
 
-    def __init__(self, *, ttl_s: float, release_replica: Callable[[str], None]) -> None:
+    def __init__(self, *, ttl_s: float, close: Callable[[Ticket, Served | None], None]) -> None:
         self._ttl_s = ttl_s
-        self._release_replica = release_replica
+        self._closes = close
         self._open: OrderedDict[int, Ticket] = OrderedDict()  # in order of granting: the oldest is first
         self._by_request: dict[str, list[int]] = {}
         self._turn_of: dict[str, int] = {}
@@ -65,29 +71,42 @@ class TicketLedger:
         closings = ("released", "superseded", "worker_lost", "replica_lost", "expired", "late_releases")
         self._closed = dict.fromkeys(closings, 0)
 
-    def grant(self, ticket: Ticket) -> None:
-        """The router gave `ticket.replica_id` to this turn."""
+    def grant(self, ticket: Ticket) -> bool:
+        """The router gave `ticket.replica_id` to this turn; False: to a trajectory that is over, for nothing."""
         number = self._next
         self._next += 1
         self._open[number] = ticket
         self._by_request.setdefault(ticket.request_id, []).append(number)
         if ticket.trajectory_id in self._ended:
             self._close(number, "superseded")
-        elif ticket.trajectory_id:
-            self._supersede(ticket.trajectory_id)
+            return False
+        if ticket.trajectory_id:
+            self.supersede(ticket.trajectory_id)
             self._turn_of[ticket.trajectory_id] = number
+        return True
 
-    def release(self, request_id: str) -> None:
+    def find(self, request_id: str) -> Ticket | None:
+        """The open ticket of this request; the oldest, where it has several."""
+        numbers = self._by_request.get(request_id)
+        return self._open[numbers[0]] if numbers else None
+
+    def release(self, request_id: str, served: Served | None = None) -> None:
         """The turn is over. Without an open ticket this is a late release: counted, without effect."""
         numbers = self._by_request.get(request_id)
         if numbers:
-            self._close(numbers[0], "released")
+            self._close(numbers[0], "released", served)
         else:
             self._closed["late_releases"] += 1
 
+    def supersede(self, trajectory_id: str) -> None:
+        """The trajectory's last turn is over, though nobody said so: close its ticket, if it is open."""
+        number = self._turn_of.get(trajectory_id)
+        if number is not None:
+            self._close(number, "superseded")
+
     def end(self, trajectory_id: str) -> None:
         """The trajectory is over and asks for nothing any more."""
-        self._supersede(trajectory_id)
+        self.supersede(trajectory_id)
         self._ended[trajectory_id] = None
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)
@@ -121,12 +140,7 @@ class TicketLedger:
     def counters(self) -> TicketCounters:
         return TicketCounters(open=len(self._open), **self._closed)
 
-    def _supersede(self, trajectory_id: str) -> None:
-        number = self._turn_of.get(trajectory_id)
-        if number is not None:
-            self._close(number, "superseded")
-
-    def _close(self, number: int, how: str) -> None:
+    def _close(self, number: int, how: str, served: Served | None = None) -> None:
         ticket = self._open.pop(number)
         numbers = self._by_request[ticket.request_id]
         numbers.remove(number)
@@ -135,4 +149,4 @@ class TicketLedger:
         if self._turn_of.get(ticket.trajectory_id) == number:
             del self._turn_of[ticket.trajectory_id]
         self._closed[how] += 1
-        self._release_replica(ticket.replica_id)
+        self._closes(ticket, served)

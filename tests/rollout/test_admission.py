@@ -36,6 +36,20 @@ def test_one_that_leaves_the_queue_gives_no_place_away():
     assert policy.start() == ["c"]
 
 
+def test_who_runs_already_counts_even_beyond_the_limit():
+    policy = FixedConcurrency(2)
+    for name in "abc":
+        policy.submit(name)
+    for name in "bxy":  # `b` was waiting here
+        policy.adopt(name)
+        policy.adopt(name)
+    assert (policy.statistics().admitted, policy.statistics().waiting) == (3, 2)
+    policy.finish("x")
+    assert policy.start() == []
+    policy.finish("b")
+    assert policy.start() == ["a"]
+
+
 @given(st.integers(1, 5), st.lists(st.sampled_from(["submit", "finish"]), max_size=60), st.randoms())
 def test_never_above_the_limit_and_never_idle_below_it(limit, steps, rng):
     policy = FixedConcurrency(limit)

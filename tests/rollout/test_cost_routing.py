@@ -221,6 +221,16 @@ def test_rates_follow_what_completions_take():
     assert r._decode_factor == pytest.approx(4.0, rel=0.03)
 
 
+def test_a_turn_that_waited_for_something_else_teaches_no_time_and_leaves_its_cache():
+    waited, usual = router("a"), router("a")
+    for r, seconds in ((waited, None), (usual, 90.0)):
+        placed = r.route(turn("t"))
+        r.release(placed, "t", Served(context_tokens=1200, cached_tokens=None, seconds=seconds))
+    before_s = router("a")._fleet.turn_s
+    assert waited._fleet.turn_s == before_s < usual._fleet.turn_s
+    assert waited._fleet.mirrors[0].get("t").tokens == 1200
+
+
 @given(st.integers(0, 10_000), st.integers(20, 150))
 def test_counts_are_those_of_the_turns_in_flight_whatever_happens(seed, steps):
     rng = random.Random(seed)

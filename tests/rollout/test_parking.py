@@ -47,6 +47,21 @@ def test_the_newest_is_paused_and_parked_at_its_next_inference():
     assert policy.start() == []
 
 
+def test_who_runs_already_counts_with_its_context_and_is_parked_like_any_other():
+    policy = parking()
+    policy.submit("b")
+    for name, context in (("a", 600), ("b", 500)):
+        policy.adopt(name)
+        policy.adopt(name)
+        policy.reach(name, context)
+    assert (policy.statistics().admitted, policy.statistics().waiting) == (2, 0)
+    assert not policy.reach("b", 500)  # 1,100 of 950, and b is the newer one
+    policy.submit("c")
+    assert policy.start() == []
+    policy.finish("a")
+    assert policy.start() == ["b", "c"]
+
+
 def test_it_goes_on_when_there_is_room_to_spare_and_before_anybody_new():
     policy = parking()
     started(policy, "abc")

@@ -1,7 +1,8 @@
 """Two real verl runs, made once and looked at by many tests.
 
-`one_rank`: four GRPO steps with one training rank and one replica. The weight sync after step 3 is lost on purpose, so
-the fourth step is the negative control of the weight checks; in its second step the coordinator is killed.
+`one_rank`: four GRPO steps with one training rank and one replica, and of each step's eight trajectories five at once,
+under parking and with a router that knows the replica's memory. The weight sync after step 3 is lost on purpose, so the
+fourth step is the negative control of the weight checks; in its second step the coordinator is killed.
 `two_ranks`: two steps with two ranks, two replicas and two agent-loop workers, of which one is killed in the second
 step. Each run has an outer time limit.
 """
@@ -17,10 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from makespan.integrations.verl import router_config
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parents[2] / "examples" / "verl_cpu"
 LIMIT_S = 480.0
+AT_ONCE = 5
+MEMORY = {"num_blocks": 4_000, "block_tokens": 128}
+"""More than the trajectories fill: nobody is parked, but everybody asks."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ def _run(directory: Path, sampler: str, *overrides: str, **variables: str) -> Tr
         ],
         env={
             **os.environ,
-            "PYTHONPATH": str(inside),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(inside), os.environ.get("PYTHONPATH")))),
             "OBSERVED": str(directory / "observed"),
             "ENVIRONMENT_RECORD": str(directory / "record"),
             **variables,
@@ -80,11 +87,25 @@ def _run(directory: Path, sampler: str, *overrides: str, **variables: str) -> Tr
     return TrainerRun(directory, completed.returncode, completed.stdout)
 
 
+def _with_admission(directory: Path) -> list[str]:
+    """Copies of the example's agent loop and of our router's YAML with admission and a memory."""
+    (loop,) = yaml.safe_load((EXAMPLE / "agent_loops.yaml").read_text())
+    loop["admission"] = {"policy": "parking", "concurrency": AT_ONCE, "memory": MEMORY, "replicas": 1}
+    router = yaml.safe_load(router_config().read_text()) | {"memory": MEMORY}
+    (directory / "loops.yaml").write_text(yaml.safe_dump([loop]))
+    (directory / "router.yaml").write_text(yaml.safe_dump(router))
+    return [
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={directory / 'loops.yaml'}",
+        f"actor_rollout_ref.rollout.router_config_path={directory / 'router.yaml'}",
+    ]
+
+
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> TrainerRun:
     return _run(
         tmp_path_factory.mktemp("one-rank"),
         "CoordinatorKillingReplayBuffer",
+        *_with_admission(tmp_path_factory.mktemp("settings")),
         "trainer.total_training_steps=4",
         "+trainer.v1.sampler.sampler_kwargs.poll_interval_s=0.05",
         "trainer.save_freq=1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigW
 from verl.workers.rollout.replica import TokenOutput
 
 from makespan.integrations.verl.agent_loop import EnvAgentLoop
+from makespan.integrations.verl.reporter import Unreported
 from makespan.rollout.environment import Action, ActionTiming, EnvironmentFailure, Message, Observation, StepResult
 from makespan.rollout.errors import EnvironmentUnreachable
 from makespan.rollout.trajectory import Task
@@ -184,9 +186,69 @@ def test_the_router_is_told_of_each_turn_without_its_prompt_and_of_the_end() -> 
     _run(lambda: _loop(client, FakeEnvironment()))
     assert [request["request_id"] for request in client.requests] == ["g_1|0", "g_1|1"]
     assert client.requests[1]["sampling_params"]["extra_args"] == {
-        "makespan": {"trajectory": "g_1", "turn": 1, "context_tokens": 6 + 2 + 6, "group": "g", "worker": ""}
-    }
+        "makespan": {
+            "trajectory": "g_1", "turn": 1, "context_tokens": 6 + 2 + 6, "group": "g", "worker": "", "reported": False,
+        }
+    }  # fmt: skip
     assert client.over == ["g_1"]
+
+
+class ReportedTo(FakeClient):
+    """With makespan's router behind it, which wants to hear what became of a turn."""
+
+    def __init__(self, *says: str) -> None:
+        super().__init__(*says)
+        self.reports: list[tuple[Any, ...]] = []
+        self.turn_over = SimpleNamespace(remote=self._hear)
+
+    def _hear(self, *report: Any) -> asyncio.Future[bool]:
+        self.reports.append(report)
+        came_back: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        came_back.set_result(len(self.reports) > 1)
+        return came_back
+
+
+def test_our_router_hears_what_became_of_each_turn() -> None:
+    client = ReportedTo("one <end>", "done <end>")
+    _run(lambda: _loop(client, FakeEnvironment()))
+    assert all(request["sampling_params"]["extra_args"]["makespan"]["reported"] for request in client.requests)
+    assert client.reports == [("g_1|0", 6 + 2, 3, 4), ("g_1|1", (6 + 2 + 6) + 2, 3, 4)]
+
+
+class Told(Unreported):
+    """The coordinator's line, with what it was told of inference."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float | None] = []
+
+    def inferred(self, trajectory_id: str, seconds: float | None, context_tokens: int) -> None:
+        self.seconds.append(seconds)
+
+
+@pytest.mark.parametrize(("versions", "counted"), [((4, 4), True), ((4, 5), False), ((5, 5), False)])
+def test_a_turn_that_may_have_been_parked_for_new_weights_says_nothing_of_the_chains_speed(
+    versions: tuple[int, int], counted: bool
+) -> None:
+    client, told = FakeClient("one <end>", "done <end>"), Told()
+    generate, turns = client.generate, 0
+
+    async def with_versions(**request: Any) -> TokenOutput:
+        nonlocal turns
+        output = await generate(**request)
+        if turns:
+            output.extra_fields.update(zip(("min_global_steps", "max_global_steps"), versions, strict=True))
+        turns += 1
+        return output
+
+    client.generate = with_versions  # type: ignore[method-assign]
+
+    def made() -> Any:
+        loop = _loop(client, FakeEnvironment())
+        loop._reporter = lambda *_: told
+        return loop
+
+    _run(made)
+    assert [seconds is not None for seconds in told.seconds] == [True, counted]
 
 
 def test_a_turn_that_is_cut_is_ended_by_a_token_that_is_not_trained_on() -> None:
@@ -300,3 +362,129 @@ def test_with_verls_reward_function_the_loop_leaves_the_reward_to_it_and_reports
     assert output.reward_score is None
     assert output.extra_fields["environment_reward"] == 1.0
     assert "reward_extra_info" not in output.extra_fields
+
+
+# --- admission -------------------------------------------------------------------------------------------------------
+
+
+class Door(Unreported):
+    """Admission that takes `wait_s` each time, and what was asked of it and of the environment, in order."""
+
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
+        self.log: list[Any] = []
+        self.waited_at = asyncio.Event()
+        self.parks = True
+        self.caches: list[tuple[int, int, int]] = []
+
+    def served(self, *cache: int) -> None:
+        self.caches.append(cache)  # type: ignore[arg-type]
+
+    async def admit(self, trajectory_id: str) -> None:
+        self.log.append("admit")
+        self.waited_at.set()
+        await asyncio.sleep(self.wait_s)
+
+    async def reach(self, trajectory_id: str, context_tokens: int, parked: Callable[[], None]) -> None:
+        self.log.append(context_tokens)
+        if self.parks:
+            parked()
+        self.waited_at.set()
+        await asyncio.sleep(self.wait_s)
+
+    def end(self, trajectory_id: str, *, counts: bool) -> None:
+        self.log.append("counted" if counts else "given up")
+
+
+class Watched(FakeEnvironment):
+    def __init__(self, door: Door, **more: Any) -> None:
+        super().__init__(**more)
+        self._door = door
+
+    async def open(self, *args: Any, **more: Any) -> Any:
+        self._door.log.append("open")
+        return await super().open(*args, **more)
+
+
+def _behind(door: Door, client: FakeClient, environment: FakeEnvironment, **settings: Any) -> Any:
+    loop = _loop(client, environment, **settings)
+    loop._reporter = lambda *_: door
+    return loop
+
+
+def test_a_trajectory_is_admitted_before_its_session_opens_and_asks_before_each_inference() -> None:
+    door, client = Door(), FakeClient("one <end>", "done <end>")
+    paused: list[str] = []
+    client.pause_trajectory = SimpleNamespace(remote=paused.append)  # type: ignore[attr-defined]
+    _run(lambda: _behind(door, client, Watched(door)))
+    assert door.log == ["admit", "open", 6, 6 + 2 + 6, "counted"]
+    assert paused == ["g_1", "g_1"]
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_admission_hears_what_a_returning_turn_found_unless_it_was_parked(parks: bool) -> None:
+    door, client = Door(), ReportedTo("one <end>", "done <end>")
+    door.parks = parks
+    admission = {"policy": "parking", "replicas": 1, "memory": {"num_blocks": 9, "block_tokens": 16}}
+    _run(lambda: _behind(door, client, FakeEnvironment(), admission=admission))
+    # The first turn computed 6 + 2 - 1 tokens, of which the second found 3.
+    assert door.caches == ([] if parks else [(7, 3, 0)])
+
+
+def test_waiting_for_admission_is_on_its_own_account_and_not_on_the_deadlines() -> None:
+    door, client = Door(wait_s=0.7), FakeClient("one <end>", "done <end>")
+    output = _run(lambda: _behind(door, client, FakeEnvironment(), trajectory_deadline_s=0.5))
+    figures = output.extra_fields["makespan"]
+    assert figures["state"] == "finished"  # after more than 2.1 s
+    assert figures["admission_s"] >= 3 * 0.7
+    assert figures["generate_s"] < 0.7
+    client.hang = True  # the control: the deadline is still there once it has been admitted
+    _is_failed(_run(lambda: _behind(Door(wait_s=0.7), client, FakeEnvironment(), trajectory_deadline_s=0.1)), "timeout")
+
+
+@pytest.mark.parametrize("when", ["admit", "reach"])
+def test_a_trajectory_cancelled_while_it_waits_is_given_up_everywhere(when: str) -> None:
+    door, client = Door(wait_s=60.0), FakeClient()
+    environment = Watched(door)
+    if when == "reach":
+        door.admit = Unreported().admit  # type: ignore[method-assign]
+
+    async def play() -> None:
+        task = asyncio.create_task(_behind(door, client, environment).run({}, **ROW))
+        await door.waited_at.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(play())
+    assert door.log == (["admit", "given up"] if when == "admit" else ["open", 6, "given up"])
+    assert (environment.closed, client.over, client.requests) == (int(when == "reach"), ["g_1"], [])
+
+
+def test_a_trajectory_that_fails_gives_its_place_back() -> None:
+    door = Door()
+    _run(lambda: _behind(door, FakeClient(), Watched(door, fail_open=FAILURES["refused"])))
+    assert door.log == ["admit", "open", "given up"]
+
+
+@pytest.mark.parametrize(
+    ("admission", "named"),
+    [
+        ({"policy": "parking", "concurrency": 4}, "needs admission.memory"),
+        ({"policy": "fixed"}, "needs admission.concurrency"),
+        ({"policy": "everything", "concurrency": 4}, "must be null, not 4"),
+        ({"polcy": "fixed"}, "`polcy`"),
+    ],
+)
+def test_an_admission_that_cannot_be_is_a_mistake_of_the_user_and_named(
+    admission: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = _run(lambda: _loop(FakeClient(), FakeEnvironment(), admission=OmegaConf.create(admission)))
+    assert named in caplog.text
+    _is_failed(output, "configuration")
+
+
+def test_admission_as_verl_hands_it_over_is_understood() -> None:
+    written = {"policy": "parking", "concurrency": None, "replicas": 2, "memory": {"num_blocks": 9, "block_tokens": 16}}
+    loop = _loop(FakeClient(), FakeEnvironment(), admission=OmegaConf.create(written))
+    assert loop._settings.admission.memory.memory().capacity == 8

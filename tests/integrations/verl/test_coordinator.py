@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from makespan.integrations.verl import reporter as reporter_module
-from makespan.integrations.verl.coordinator import Exchange, JobSettings, SharedCoordinator
+from makespan.integrations.verl.coordinator import Exchange, JobSettings, Report, SharedCoordinator
 from makespan.integrations.verl.reporter import ChainReporter
 from makespan.rollout.chains import ChainState
 from makespan.rollout.history import read_history
@@ -37,17 +38,34 @@ def chain(name: str, turns: int = 0, **more: Any) -> ChainState:
     return ChainState(trajectory_id=name, group=name.split("#")[0], environment="env", turns=turns, **(state | more))
 
 
+NUMBERS = itertools.count(1)
+
+
+def tell(
+    coordinator: SharedCoordinator,
+    worker: str,
+    states: list[ChainState],
+    asks: dict[str, int] | None = None,
+    *,
+    answered: bool = False,
+    number: int | None = None,
+) -> Exchange:
+    number = next(NUMBERS) if number is None else number
+    report = Report(worker=worker, number=number, answered=answered, slots=SLOTS, states=states, asks=asks or {})
+    return coordinator.exchange(report)
+
+
 def ended(name: str, turns: int) -> ChainState:
     return chain(name, turns, running=False, over=True, counted=True)
 
 
 def test_what_one_worker_saw_decides_the_keys_of_anothers_actions() -> None:
     coordinator, clock = shared()
-    coordinator.exchange("one", SLOTS, [chain("long#0"), chain("short#0")])
-    coordinator.exchange("two", SLOTS, [chain("long#1", waiting=True), chain("short#1", waiting=True)])
-    coordinator.exchange("one", SLOTS, [ended("long#0", 40), ended("short#0", 2)])
+    tell(coordinator, "one", [chain("long#0"), chain("short#0")])
+    tell(coordinator, "two", [chain("long#1", waiting=True), chain("short#1", waiting=True)])
+    tell(coordinator, "one", [ended("long#0", 40), ended("short#0", 2)])
     clock.now_s = 10.0
-    keys = coordinator.exchange("two", SLOTS, []).keys
+    keys = tell(coordinator, "two", []).keys
     assert set(keys) == {"long#1", "short#1"}
     assert keys["long#1"] < keys["short#1"]
 
@@ -56,23 +74,23 @@ def test_telling_a_state_twice_or_only_the_last_one_comes_to_the_same() -> None:
     keys = []
     for told in ([1, 2, 3], [3], [2, 2, 3, 3]):
         coordinator, clock = shared()
-        coordinator.exchange("one", SLOTS, [chain("a#0"), chain("b#0", 5, waiting=True)])
+        tell(coordinator, "one", [chain("a#0"), chain("b#0", 5, waiting=True)])
         for turns in told:
-            coordinator.exchange("one", SLOTS, [chain("a#0", turns, waiting=True)])
+            tell(coordinator, "one", [chain("a#0", turns, waiting=True)])
         clock.now_s = 10.0
-        coordinator.exchange("one", SLOTS, [ended("c#0", 1)])
-        keys.append(coordinator.exchange("one", SLOTS, [chain("a#0", 3, waiting=True)]).keys["a#0"])
+        tell(coordinator, "one", [ended("c#0", 1)])
+        keys.append(tell(coordinator, "one", [chain("a#0", 3, waiting=True)]).keys["a#0"])
     assert keys[0] == pytest.approx(keys[1]) == pytest.approx(keys[2])
 
 
 def test_a_batch_turns_over_when_a_chain_joins_after_all_have_ended(tmp_path: Path) -> None:
     path = tmp_path / "history.json"
     coordinator, _ = shared(JobSettings(max_turns=50, max_tokens=None, history=str(path)))
-    coordinator.exchange("one", SLOTS, [chain("a#0"), chain("a#1")])
-    coordinator.exchange("one", SLOTS, [ended("a#0", 3), ended("a#1", 5)])
+    tell(coordinator, "one", [chain("a#0"), chain("a#1")])
+    tell(coordinator, "one", [ended("a#0", 3), ended("a#1", 5)])
     assert coordinator.status()["steps_learnt"] == 0
     assert not path.exists()
-    coordinator.exchange("one", SLOTS, [chain("b#0")])
+    tell(coordinator, "one", [chain("b#0")])
     assert coordinator.status()["steps_learnt"] == 1
     assert (coordinator.status()["running"], coordinator.status()["over"]) == (1, 0)
     assert read_history(path).steps[0].counts == {3: 1.0, 5: 1.0}
@@ -83,25 +101,25 @@ def test_a_batch_turns_over_when_a_chain_joins_after_all_have_ended(tmp_path: Pa
 
 def test_where_batches_overlap_enough_that_is_over_is_learnt_from_and_who_runs_stays() -> None:
     coordinator, _ = shared()
-    coordinator.exchange("one", SLOTS, [chain(f"a#{n}") for n in range(100)])
-    coordinator.exchange("one", SLOTS, [ended(f"a#{n}", 3) for n in range(63)])
-    coordinator.exchange("one", SLOTS, [chain("b#0")])
+    tell(coordinator, "one", [chain(f"a#{n}") for n in range(100)])
+    tell(coordinator, "one", [ended(f"a#{n}", 3) for n in range(63)])
+    tell(coordinator, "one", [chain("b#0")])
     assert coordinator.status()["steps_learnt"] == 0  # 63 are over and 37 run
-    coordinator.exchange("one", SLOTS, [ended(f"a#{n}", 3) for n in range(63, 70)])
-    coordinator.exchange("one", SLOTS, [chain("b#1")])
+    tell(coordinator, "one", [ended(f"a#{n}", 3) for n in range(63, 70)])
+    tell(coordinator, "one", [chain("b#1")])
     assert coordinator.status()["steps_learnt"] == 1
     assert (coordinator.status()["running"], coordinator.status()["over"]) == (32, 0)
 
 
 def test_the_chains_of_a_worker_that_fell_silent_do_not_count_any_more() -> None:
     coordinator, clock = shared()
-    coordinator.exchange("dead", SLOTS, [chain("a#0"), chain("a#1")])
-    coordinator.exchange("alive", SLOTS, [chain("b#0")])
+    tell(coordinator, "dead", [chain("a#0"), chain("a#1")])
+    tell(coordinator, "alive", [chain("b#0")])
     clock.now_s = 50.0
-    coordinator.exchange("alive", SLOTS, [])
+    tell(coordinator, "alive", [])
     assert coordinator.status()["running"] == 3
     clock.now_s = 70.0
-    coordinator.exchange("alive", SLOTS, [])
+    tell(coordinator, "alive", [])
     assert (coordinator.status()["running"], coordinator.status()["workers"]) == (1, 1)
 
 
@@ -116,19 +134,19 @@ def test_an_unreadable_history_does_not_keep_the_actor_from_starting(tmp_path: P
 class Line:
     """An actor that can be dead, and started anew."""
 
-    def __init__(self) -> None:
-        self.alive = True
+    def __init__(self, settings: JobSettings = SETTINGS) -> None:
+        self._settings = settings
         self.restart()
 
     def restart(self) -> None:
-        self.coordinator, self.clock = shared()
+        self.coordinator, self.clock = shared(self._settings)
         self.alive = True
 
-    async def exchange(self, worker: str, slots: dict[str, int], states: list[ChainState]) -> Exchange:
+    async def exchange(self, report: Report) -> Exchange:
         if not self.alive:
             raise ConnectionError("the actor died")
         self.clock.now_s += 1.0
-        return self.coordinator.exchange(worker, slots, states)
+        return self.coordinator.exchange(report)
 
 
 def reporting(line: Line) -> tuple[ChainReporter, dict[str, float]]:
@@ -137,7 +155,7 @@ def reporting(line: Line) -> tuple[ChainReporter, dict[str, float]]:
     def rekey(keys: Mapping[str, float]) -> None:
         passed_on.update(keys)
 
-    return ChainReporter(lambda: line, SLOTS, rekey, worker="one"), passed_on
+    return ChainReporter(lambda: line, SLOTS, rekey, SETTINGS, worker="one"), passed_on
 
 
 def turn(reporter: ChainReporter, name: str, turns: int) -> float:
@@ -192,7 +210,7 @@ def test_an_exchange_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
             await asyncio.sleep(60)
             raise AssertionError
 
-    reporter = ChainReporter(lambda: Hangs(), SLOTS, lambda _: None)
+    reporter = ChainReporter(lambda: Hangs(), SLOTS, lambda _: None, SETTINGS)
     reporter.join("a#0", "a", "env")
     asyncio.run(asyncio.wait_for(reporter.exchange(), 5))
     assert turn(reporter, "a#0", 0) == 0.0

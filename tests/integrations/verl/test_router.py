@@ -7,7 +7,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,17 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import GlobalRequestLoadBalancer, get_router_handle
 
+from makespan.integrations.verl import router as router_module
 from makespan.integrations.verl import router_config
 from makespan.integrations.verl.router import SWEEP_INTERVAL_S, TrajectoryRouter, TrajectoryRouterActor
 from makespan.rollout.errors import ConfigError
+from makespan.rollout.route import RouteRequest, Served
 
 CALLS = 2_000
 
 
-def _facts(trajectory: str, turn: int, worker: str = "") -> dict[str, Any]:
-    facts = {"trajectory": trajectory, "turn": turn, "context_tokens": 10, "group": "g", "worker": worker}
+def _facts(trajectory: str, turn: int, worker: str = "", **more: Any) -> dict[str, Any]:
+    facts = {"trajectory": trajectory, "turn": turn, "context_tokens": 10, "group": "g", "worker": worker, **more}
     return {"extra_args": {"makespan": facts}, "temperature": 1.0}
 
 
@@ -35,7 +37,8 @@ def _facts(trajectory: str, turn: int, worker: str = "") -> dict[str, Any]:
 
 def test_decisions_are_those_of_verls_own_balancer_under_the_same_random_numbers() -> None:
     servers = {f"s{n}": f"handle{n}" for n in range(5)}
-    ours, theirs = TrajectoryRouter(servers, {"seed": 11}), GlobalRequestLoadBalancer(servers)
+    ours = TrajectoryRouter(servers, {"policy": "sticky-least-inflight", "seed": 11})
+    theirs = GlobalRequestLoadBalancer(servers)
     random.seed(11)
     choices = random.Random(5)
     in_flight: list[tuple[str, str]] = []
@@ -93,6 +96,201 @@ def test_replicas_come_and_go() -> None:
 def test_a_wrong_key_in_the_routers_yaml_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown key 'polcy'"):
         TrajectoryRouter({}, {"router_class": "x", "polcy": "sticky-least-inflight"})
+
+
+# --- what the policy is told, without Ray -----------------------------------------------------------------------------
+
+
+class Notebook:
+    """A policy that puts every turn on `a` and writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def route(self, request: RouteRequest) -> str:
+        self.told.append(("route", request.trajectory_id))
+        return "a"
+
+    def release(self, replica_id: str, trajectory_id: str = "", served: Served | None = None) -> None:
+        self.told.append(("release", replica_id, trajectory_id, served))
+
+    def lose_caches(self, replica_ids: Iterable[str]) -> None:
+        self.told.append(("lose_caches", *replica_ids))
+
+    def forget(self) -> int:
+        return 0
+
+    def in_flight(self) -> dict[str, int]:
+        return {}
+
+    def pause(self, trajectory_id: str) -> None:
+        self.told.append(("pause", trajectory_id))
+
+    def finish(self, trajectory_id: str) -> None:
+        self.told.append(("finish", trajectory_id))
+
+
+def _noted(monkeypatch: pytest.MonkeyPatch) -> tuple[TrajectoryRouter, list[tuple[Any, ...]], list[float]]:
+    """A router over `a` and `b`, what its policy is told, and its clock."""
+    clock = [100.0]
+    monkeypatch.setattr(router_module.time, "monotonic", lambda: clock[0])
+    router, notebook = TrajectoryRouter({"a": 1, "b": 2}, {}), Notebook()
+    router._policy = notebook  # type: ignore[assignment]
+    return router, notebook.told, clock
+
+
+def test_a_reported_turn_ends_with_its_report_and_not_with_verls_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, told, clock = _noted(monkeypatch)
+
+    async def play() -> None:
+        await router.acquire_server("t|0", _facts("t", 0, reported=True))
+        clock[0] = 103.5
+        await router.release_server("a", "t|0")
+        assert (await router.get_status())["tickets"]["open"] == 1
+        await router.turn_over("t|0", 150, 90, 4)
+        assert (await router.get_status())["tickets"]["open"] == 0
+        await router.turn_over("t|0", 150, 90, 4)  # told twice: nothing happens
+
+    asyncio.run(play())
+    served = Served(context_tokens=150, cached_tokens=90, seconds=3.5)
+    assert told == [("route", "t"), ("release", "a", "t", served)]
+
+
+def test_a_turn_that_nobody_reports_is_released_by_verl_under_its_trajectorys_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router, told, _ = _noted(monkeypatch)
+
+    async def play() -> None:
+        await router.acquire_server("t|0", _facts("t", 0))
+        await router.release_server("a", "t|0")
+        await router.acquire_server("somebody", None)
+        await router.release_server("a", "somebody")
+
+    asyncio.run(play())
+    assert told[1] == ("release", "a", "t", None)
+    assert told[3] == ("release", "a", "somebody", None)
+
+
+def test_a_reported_turn_whose_report_never_comes_ends_with_its_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, told, _ = _noted(monkeypatch)
+
+    async def play() -> None:
+        await router.acquire_server("t|0", _facts("t", 0, reported=True))
+        await router.release_server("a", "t|0")
+        await router.finish_trajectory("t")
+
+    asyncio.run(play())
+    assert told[1:] == [("release", "a", "t", None), ("finish", "t")]
+
+
+def test_newer_weights_in_a_turn_say_that_its_replica_lost_its_caches_and_its_time_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router, told, clock = _noted(monkeypatch)
+
+    async def play() -> None:
+        for turn, version in ((0, 4), (1, 4), (2, 5), (3, 5)):
+            await router.acquire_server(f"t|{turn}", _facts("t", turn, reported=True))
+            clock[0] += 60.0 if version == 5 and turn == 2 else 1.0
+            await router.turn_over(f"t|{turn}", 100, 50, version)
+
+    asyncio.run(play())
+    seconds = [entry[3].seconds for entry in told if entry[0] == "release"]
+    assert seconds == [1.0, 1.0, None, 1.0]  # the third was perhaps parked for the whole sync
+    losses = [number for number, entry in enumerate(told) if entry[0] == "lose_caches"]
+    assert [told[number] for number in losses] == [("lose_caches", "a")]
+    assert told[losses[0] + 1][0] == "release"  # before that turn leaves a cache of the new weights
+
+
+def test_a_turn_that_verls_client_repeats_was_aborted_and_its_replica_lost_its_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router, told, _ = _noted(monkeypatch)
+
+    async def play() -> None:
+        await router.acquire_server("t|3", _facts("t", 3, reported=True))
+        await router.release_server("a", "t|3")
+        await router.acquire_server("t|3", _facts("t", 3, reported=True))
+        assert (await router.get_status())["tickets"]["open"] == 1
+
+    asyncio.run(play())
+    assert told == [("route", "t"), ("release", "a", "t", None), ("lose_caches", "a"), ("route", "t")]
+
+
+def test_a_turn_came_back_if_its_replica_is_the_last_ones_and_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, _, _ = _noted(monkeypatch)
+    came_back = []
+
+    async def take(turn: int, version: int) -> None:
+        await router.acquire_server(f"t|{turn}", _facts("t", turn, reported=True))
+        came_back.append(await router.turn_over(f"t|{turn}", 100, 50, version))
+
+    async def play() -> None:
+        await take(0, 4)
+        await take(1, 4)
+        await take(2, 5)  # new weights
+        await take(3, 5)
+        router._policy.route = lambda request: "b"  # type: ignore[method-assign]
+        await take(4, 5)  # moved
+        await take(5, 5)
+        await router.clear_sticky_cache()
+        await take(6, 5)
+
+    asyncio.run(play())
+    assert came_back == [False, True, False, True, False, True, False]
+
+
+def test_a_clearing_of_sticky_placements_goes_with_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, told, _ = _noted(monkeypatch)
+    asyncio.run(router.clear_sticky_cache())
+    assert told == [("lose_caches", "a", "b")]
+
+
+def test_a_grant_that_comes_after_its_trajectorys_end_is_forgotten_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, told, _ = _noted(monkeypatch)
+
+    async def play() -> None:
+        await router.finish_trajectory("t")
+        await router.acquire_server("t|0", _facts("t", 0))
+
+    asyncio.run(play())
+    assert told[1:] == [("route", "t"), ("release", "a", "t", None), ("finish", "t")]
+
+
+def test_a_next_turn_at_the_same_replica_counts_once_though_the_last_one_was_never_released() -> None:
+    router = TrajectoryRouter({"a": 1}, {"policy": "cost"})
+
+    async def play() -> None:
+        await router.acquire_server("t|0", _facts("t", 0))
+        await router.acquire_server("t|1", _facts("t", 1))
+        assert (await router.get_status())["servers"] == {"a": 1}
+        await router.release_server("a", "t|0")  # late
+        assert (await router.get_status())["servers"] == {"a": 1}
+        await router.release_server("a", "t|1")
+        assert (await router.get_status())["servers"] == {"a": 0}
+
+    asyncio.run(play())
+
+
+def _second_goes_to(config: dict[str, Any]) -> str:
+    """Where a new trajectory goes when another one's context is at home on `a`, though nothing is in flight there."""
+    router = TrajectoryRouter({"a": 1}, config)
+
+    async def play() -> str:
+        facts = {"trajectory": "old", "turn": 0, "context_tokens": 900, "group": "x", "worker": ""}
+        await router.acquire_server("old|0", {"extra_args": {"makespan": facts}})
+        await router.release_server("a", "old|0")
+        await router.add_servers({"b": 2})
+        return (await router.acquire_server("new|0", _facts("new", 0)))[0]
+
+    return asyncio.run(play())
+
+
+def test_with_the_replicas_memory_new_trajectories_avoid_those_that_are_full() -> None:
+    memory = {"num_blocks": 11, "block_tokens": 100}
+    assert {_second_goes_to({"memory": memory, "seed": seed}) for seed in range(8)} == {"b"}
+    assert {_second_goes_to({"seed": seed}) for seed in range(8)} == {"a", "b"}  # the control: nobody knows
 
 
 # --- as a Ray actor, behind verl's own client -----------------------------------------------------------------------

@@ -13,7 +13,27 @@ from makespan.rollout.errors import ConfigError
 def test_the_shipped_router_yaml_holds_valid_settings() -> None:
     written = yaml.safe_load(router_config().read_text())
     assert written.pop("router_class") == "makespan.integrations.verl.router.TrajectoryRouterActor"
-    assert parse(RouterSettings, written, "router.yaml").policy == "sticky-least-inflight"
+    settings = parse(RouterSettings, written, "router.yaml")
+    assert (settings.policy, settings.memory) == ("cost", None)
+
+
+def test_a_replicas_memory_is_the_plans_figures() -> None:
+    plan = {"num_blocks": 101, "block_tokens": 528, "recurrent_groups": 9}
+    settings = parse(RouterSettings, {"memory": plan}, "router.yaml")
+    assert settings.memory is not None
+    memory = settings.memory.memory()
+    assert memory.capacity == 100  # without vLLM's null block
+    assert memory.held(529) == 2 + 2 * 9  # two blocks of attention, and a state and its checkpoint in every group
+
+
+@pytest.mark.parametrize(
+    ("memory", "named"),
+    [({"num_blocks": 1, "block_tokens": 16}, "num_blocks"), ({"num_blocks": 9}, "block_tokens"),
+     ({"num_blocks": 9, "block_tokens": 16, "states": 1}, "states")],
+)  # fmt: skip
+def test_a_memory_that_cannot_be_is_refused_by_name(memory: dict[str, int], named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"router\.yaml: .*{named}"):
+        parse(RouterSettings, {"memory": memory}, "router.yaml")
 
 
 def test_the_shipped_agent_loop_yaml_holds_valid_settings_below_the_samplers_deadline() -> None:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from makespan.integrations.verl.tickets import Ticket, TicketLedger
+from makespan.rollout.route import Served
 
 
 def _ticket(request_id: str, *, trajectory: str = "", worker: str = "", granted_s: float = 0.0) -> Ticket:
@@ -14,7 +15,7 @@ def _ticket(request_id: str, *, trajectory: str = "", worker: str = "", granted_
 
 def _ledger(ttl_s: float = 100.0) -> tuple[TicketLedger, list[str]]:
     given_back: list[str] = []
-    return TicketLedger(ttl_s=ttl_s, release_replica=given_back.append), given_back
+    return TicketLedger(ttl_s=ttl_s, close=lambda ticket, _: given_back.append(ticket.replica_id)), given_back
 
 
 def test_a_release_closes_its_ticket_and_a_second_one_changes_nothing() -> None:
@@ -37,9 +38,23 @@ def test_the_next_turn_of_a_trajectory_closes_a_turn_that_was_never_released() -
 def test_a_grant_that_arrives_after_its_trajectory_ended_is_given_back_at_once() -> None:
     ledger, given_back = _ledger()
     ledger.end("t")
-    ledger.grant(_ticket("t|0", trajectory="t"))
+    assert not ledger.grant(_ticket("t|0", trajectory="t"))
+    assert ledger.grant(_ticket("u|0", trajectory="u"))
+    ledger.release("u|0")
+    given_back.pop()
     assert given_back == ["r0"]
     assert ledger.counters().open == 0
+
+
+def test_what_became_of_a_turn_goes_with_its_release_and_with_nothing_else() -> None:
+    closed: list[tuple[str, Served | None]] = []
+    ledger = TicketLedger(ttl_s=100.0, close=lambda ticket, served: closed.append((ticket.trajectory_id, served)))
+    served = Served(context_tokens=120, cached_tokens=80, seconds=1.5)
+    ledger.grant(_ticket("a|0", trajectory="a"))
+    ledger.grant(_ticket("b|0", trajectory="b"))
+    ledger.release("a|0", served)
+    ledger.end("b")
+    assert closed == [("a", served), ("b", None)]
 
 
 def test_turns_without_a_trajectory_may_share_a_request_id_and_are_not_superseded() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from tests.integrations.verl.conftest import EXAMPLE, TrainerRun
+from tests.integrations.verl.conftest import AT_ONCE, EXAMPLE, TrainerRun
 from tests.integrations.verl.inside.observing_sampler import PROBE_IDS
 from tests.integrations.verl.reconstruction import Row, Words, rebuild
 from tests.integrations.verl.wandb_file import history
@@ -169,6 +169,26 @@ def test_a_coordinator_that_is_killed_in_mid_step_is_replaced_and_nothing_stops(
     assert after["steps_learnt"] == 0  # without a history file it begins anew
     assert one_rank.steps()[2]["makespan/trajectories/failed"] == 0
     assert one_rank.steps()[2]["makespan/trajectories/total"] == 8
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_some_trajectories_start_when_others_are_over_also_where_the_coordinator_died(
+    one_rank: TrainerRun, step: int
+) -> None:
+    rows = [row["makespan"] for row in _rows(one_rank, step)]
+    own_s = [row["completion_s"] - row["admission_s"] for row in rows]
+    waited_long = [row["admission_s"] > min(own_s) / 2 for row in rows]
+    assert sum(waited_long) >= len(rows) - AT_ONCE
+    assert not all(waited_long)
+    assert one_rank.steps()[step]["makespan/phases_s/admission"] > 0.0
+
+
+def test_no_more_are_admitted_than_may_be_and_nobody_is_left_waiting(one_rank: TrainerRun) -> None:
+    killed = one_rank.observed("coordinator", "killed")
+    assert 0 < killed["admitted"] <= AT_ONCE
+    for step in (1, 2, 3, 4):
+        over = one_rank.observed("coordinator", step)
+        assert (over["waiting"], over["parked"]) == (0, 0)
 
 
 def test_nothing_of_the_run_is_left_behind(one_rank: TrainerRun) -> None:
