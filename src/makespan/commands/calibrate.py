@@ -69,7 +69,7 @@ def run_calibrate(options: argparse.Namespace, console: Console) -> int:
         max_num_seqs=8,
         kv_cache_bytes=None if gib is None else int(gib * 2**30),
         max_num_batched_tokens=options.max_num_batched_tokens,
-        prefix_caching=False,
+        prefix_caching=True,  # as in a run; no two probes share a prefix
         cores=(),
         seed=0,
     )
@@ -132,7 +132,7 @@ async def _at_once(replicas: Sequence[VllmReplica], probe: Probe, rng: random.Ra
 
 async def _once(replica: VllmReplica, probe: Probe, rng: random.Random) -> float:
     tokens = probe.generated_tokens
-    sampling = Sampling(max_tokens=tokens, min_tokens=tokens, temperature=0.0)
+    sampling = Sampling(max_tokens=tokens, min_tokens=tokens)  # sampled, as rollouts are
     requests = [
         Request(
             request_id=f"probe-{rng.getrandbits(64):x}",
