@@ -116,6 +116,7 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
         outcomes = {rung.name: [run.outcome for run in _of(ablation.runs, rung.name)] for rung in rungs}
         rows = [_with_simulation(_row(rung, outcomes), _of(ablation.runs, rung.name)) for rung in rungs]
         notes += _notes(options, ablation, rungs)
+        console.print(f"event logs: {ablation.directory}", soft_wrap=True)
         figures |= {"machine": ablation.machine, "runs": msgspec.to_builtins(ablation.runs)}
     else:
         outcomes = _simulate(console, work, hardware, seeds, rungs)
@@ -231,7 +232,7 @@ def _with_simulation(row: Row, runs: Sequence[Replayed]) -> Row:
 
 def _notes(options: argparse.Namespace, ablation: Ablation, rungs: Sequence[Rung]) -> Iterator[str]:
     """What a reader of a replay must know."""
-    yield f"on {ablation.machine['cores']} cores of {ablation.machine['cpu']}; event logs: {ablation.directory}"
+    yield f"on {ablation.machine['cores']} cores of {ablation.machine['cpu']}"
     deviations = [run.environment_pct for run in ablation.runs if run.environment_pct is not None]
     if deviations:
         largest = max(deviations, key=abs)
