@@ -177,9 +177,8 @@ def test_some_trajectories_start_when_others_are_over_also_where_the_coordinator
 ) -> None:
     rows = [row["makespan"] for row in _rows(one_rank, step)]
     own_s = [row["completion_s"] - row["admission_s"] for row in rows]
-    waited_long = [row["admission_s"] > min(own_s) / 2 for row in rows]
-    assert sum(waited_long) >= len(rows) - AT_ONCE
-    assert not all(waited_long)
+    first_s = min(row["admission_s"] for row in rows)  # in the first step the coordinator has to come up
+    assert sum(row["admission_s"] - first_s > min(own_s) / 2 for row in rows) == len(rows) - AT_ONCE
     assert one_rank.steps()[step]["makespan/phases_s/admission"] > 0.0
 
 
