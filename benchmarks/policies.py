@@ -9,10 +9,10 @@ parking at the reference concurrency and routing by cost, where the oracle also 
 with the same memory and a fixed reference concurrency, where decoupling and admission matter. `ample-half` and
 `gate-half` have half of the knee's slots. Makespans are compared batch by batch: each row is the mean change in
 percent, with its standard error, against `coupled` in `memory` and against first come, first served in the others.
-`caas` knows the last step's lengths, `caas-cold` nothing, `caas-prompts` earlier epochs of the
-same prompts, too. A *share* is a policy's gain over the oracle's; it is judged from `MIN_SEEDS` batches on. Batches run
-on all cores. The coding regimes need recorded sessions, which are not shipped: without `--sessions` they are left out,
-and their bars hold nothing (`null`).
+`caas` knows the last step's lengths, `caas-cold` nothing, `caas-prompts` earlier epochs of the same prompts, too. A
+*share* is a policy's gain over the oracle's; it is judged from `MIN_SEEDS` batches on. Batches run on all cores. The
+coding regimes need recorded sessions, which are not shipped: without `--sessions` they are left out, and their bars
+hold nothing (`null`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ from pathlib import Path
 import msgspec
 
 from makespan.rollout.errors import MakespanError
-from makespan.rollout.replay.trace import Trace
 from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.simulation.batch import Hardware, Policies
 from makespan.rollout.simulation.coding import CODING
 from makespan.rollout.simulation.ladder import LADDER, Outcome, Paired, Rung, change_pct, climb, paired
 from makespan.rollout.simulation.regimes import SYNTHETIC
-from makespan.rollout.simulation.workload import Workload, knee_slots, reference_concurrency, workload
+from makespan.rollout.simulation.workload import Workload, at_reference, knee_slots, workload
 
 FIRST_SEED = 100
 """Seeds below 10 are those that the knee is averaged over."""
 
 AMPLE = ReplicaHardware(kv_tokens=1 << 40)
-
 
 CAAS, CAAS_PROMPTS = (Policies(scheduling="caas", order="forecast", history=kind) for kind in ("last-step", "prompts"))
 
@@ -50,11 +48,8 @@ def _ample(name: str, policies: Policies) -> Rung:
 
 
 def _gate(name: str, policies: Policies) -> Rung:
-    def limited(trace: Trace, hardware: Hardware) -> Policies:
-        concurrency = reference_concurrency(trace, hardware)
-        return msgspec.structs.replace(policies, admission="parking", concurrency=concurrency, routing="cost")
-
-    return Rung(name, "", limited)
+    gated = msgspec.structs.replace(policies, admission="parking", routing="cost")
+    return Rung(name, "", lambda trace, hardware: at_reference(gated, trace, hardware))
 
 
 class Setting(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from makespan.rollout.simulation.batch import Hardware, Policies, simulate
 from makespan.rollout.simulation.coding import CODING
 from makespan.rollout.simulation.ladder import paired
 from makespan.rollout.simulation.regimes import SYNTHETIC
-from makespan.rollout.simulation.workload import knee_slots, known_before, reference_concurrency, workload
+from makespan.rollout.simulation.workload import at_reference, knee_slots, known_before, reference_concurrency, workload
 
 FIRST_SEED = 2000
 
@@ -89,22 +89,12 @@ def turn_weighted(share: float, routing: str) -> Callable[[Trace, Hardware], Pol
 def gate(
     routing: str, *, scheduling: str = "fifo", order: str = "arrival", history: str = "none"
 ) -> Callable[[Trace, Hardware], Policies]:
-    def policies(trace: Trace, hardware: Hardware) -> Policies:
-        concurrency = reference_concurrency(trace, hardware)
-        return Policies(
-            admission="parking",
-            concurrency=concurrency,
-            routing=routing,
-            scheduling=scheduling,
-            order=order,
-            history=history,
-        )
-
-    return policies
+    chosen = Policies(admission="parking", routing=routing, scheduling=scheduling, order=order, history=history)
+    return lambda trace, hardware: at_reference(chosen, trace, hardware)
 
 
 def coupled(trace: Trace, hardware: Hardware) -> Policies:
-    return Policies(admission="coupled", concurrency=hardware.slots)
+    return at_reference(Policies(admission="coupled"), trace, hardware)
 
 
 STICKY, COST = "sticky-least-inflight", "cost"

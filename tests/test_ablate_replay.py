@@ -65,15 +65,17 @@ def test_rungs_replay_the_same_batch_on_the_same_engine(tmp_path, capsys, embedd
     (directory,) = (tmp_path / "runs").iterdir()
     assert json.loads((directory / "ablation.json").read_bytes())["runs"] == figures["runs"]
     lengths = {}
-    for path in (directory / "events").glob("[c+]o*.jsonl"):
+    for path in directory.glob("*/events/engine.jsonl"):
         events = merge([path]).of("generate")
-        lengths[path.name] = sorted(
-            (e.data["turn"], e.data["prompt_tokens"], e.data["generated_tokens"]) for e in events
-        )
-    assert len(lengths) == 2
+        found = sorted((e.data["turn"], e.data["prompt_tokens"], e.data["generated_tokens"]) for e in events)
+        lengths[path.parts[-3]] = tuple(found)
+    assert sorted(lengths) == [f"{rung}.{seed}" for rung in ("+parking", "coupled", "cut") for seed in (100, 101)]
     # 500, 8 and 60, 6 and 40, 5 tokens, each halved
-    assert set(map(tuple, lengths.values())) == {((0, 250, 4),) * 6 + ((1, 284, 3),) * 6 + ((2, 307, 2),) * 6}
+    whole = {found for name, found in lengths.items() if not name.startswith("cut")}
+    assert whole == {((0, 250, 4),) * 6 + ((1, 284, 3),) * 6 + ((2, 307, 2),) * 6}
     assert "environments took" in capsys.readouterr().out
+    sides = [str(directory / f"{rung}.100") for rung in ("coupled", "+parking")]
+    assert main(["report", *sides, "-o", str(tmp_path / "report.html")]) == 0
 
 
 def run(rung: str, seed: int, replayed_s: float, simulated_s: float) -> Replayed:

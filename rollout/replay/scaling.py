@@ -17,7 +17,7 @@ from makespan.rollout.replay.trace import TraceTrajectory, TraceTurn
 
 def scaled_times(trajectories: Sequence[TraceTrajectory], scale: float) -> tuple[TraceTrajectory, ...]:
     """The same trajectories with all environment times multiplied. Raises `ConfigError` for a scale that is none."""
-    _check("--time-scale", scale, "the recorded times")
+    check_scales(1.0, scale)
     return tuple(
         msgspec.structs.replace(
             recorded,
@@ -39,7 +39,7 @@ def scaled_tokens(trajectories: Sequence[TraceTrajectory], scale: float) -> tupl
 
     Raises `ConfigError` for a scale that is none.
     """
-    _check("--token-scale", scale, "the recorded lengths")
+    check_scales(scale, 1.0)
     return tuple(trajectories) if scale == 1.0 else tuple(_shorter(recorded, scale) for recorded in trajectories)
 
 
@@ -66,6 +66,8 @@ def _shorter(recorded: TraceTrajectory, scale: float) -> TraceTrajectory:
     return msgspec.structs.replace(recorded, prompt_ids=None, turns=tuple(turns), max_tokens=cap)
 
 
-def _check(option: str, scale: float, one: str) -> None:
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ConfigError(f"{option} is {scale:g}; it must be above 0 (1: {one}, 0.1: a tenth)")
+def check_scales(tokens: float, times: float) -> None:
+    """Raise `ConfigError` for a scale that is none."""
+    for option, scale, one in (("--token-scale", tokens, "lengths"), ("--time-scale", times, "times")):
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ConfigError(f"{option} is {scale:g}; it must be above 0 (1: the recorded {one}, 0.1: a tenth)")

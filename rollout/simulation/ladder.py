@@ -21,7 +21,7 @@ from makespan.rollout.errors import ConfigError
 from makespan.rollout.history import History
 from makespan.rollout.replay.trace import Trace
 from makespan.rollout.simulation.batch import Hardware, Policies, simulate
-from makespan.rollout.simulation.workload import Workload, known_before, reference_concurrency
+from makespan.rollout.simulation.workload import Workload, at_reference, known_before, reference_concurrency
 from makespan.rollout.telemetry.analysis import BatchAnalysis, analyse
 from makespan.rollout.telemetry.merge import MergedLog, merge
 
@@ -38,7 +38,7 @@ class Rung(msgspec.Struct, frozen=True):
 
 
 def _coupled(trace: Trace, hardware: Hardware) -> Policies:
-    return Policies(admission="coupled", concurrency=hardware.slots)
+    return at_reference(Policies(admission="coupled"), trace, hardware)
 
 
 def _everything(trace: Trace, hardware: Hardware) -> Policies:
@@ -53,19 +53,30 @@ def _limited(scheduling: str) -> Callable[[Trace, Hardware], Policies]:
     return policies
 
 
-def _oversample(trace: Trace, hardware: Hardware) -> Policies:
-    needed = max(1, round(len(trace.trajectories) / OVERSAMPLE))
-    return msgspec.structs.replace(_limited("fifo")(trace, hardware), needed=needed)
+def _oversample(chosen: Callable[[Trace, Hardware], Policies]) -> Callable[[Trace, Hardware], Policies]:
+    """The same policies, stopped when as many have ended as were needed."""
 
+    def policies(trace: Trace, hardware: Hardware) -> Policies:
+        needed = max(1, round(len(trace.trajectories) / OVERSAMPLE))
+        return msgspec.structs.replace(chosen(trace, hardware), needed=needed)
+
+    return policies
+
+
+COUPLED = Rung("coupled", "a trajectory holds its slot from start to end", _coupled)
 
 LADDER: tuple[Rung, ...] = (
-    Rung("coupled", "a trajectory holds its slot from start to end", _coupled),
+    COUPLED,
     Rung("decoupled", "a slot is held while an action runs; everything is admitted", _everything),
     Rung("concurrency", "decoupled, as many trajectories as the memory is for", _limited("fifo")),
     Rung("progress", "the same, the most-progressed chain first", _limited("progress")),
     Rung("least-progress", "the same, the least-progressed chain first", _limited("least-progress")),
     Rung("oracle", "the same, the longest true remaining time first", _limited("oracle")),
-    Rung("oversample-cut", f"the same as `concurrency`, stopped at 1/{OVERSAMPLE} of the trajectories", _oversample),
+    Rung(
+        "oversample-cut",
+        f"the same as `concurrency`, stopped at 1/{OVERSAMPLE} of the trajectories",
+        _oversample(_limited("fifo")),
+    ),
 )
 
 
@@ -76,38 +87,25 @@ FULL = Policies(admission="parking", routing="cost", scheduling="caas", order="f
 def _part(name: str, says: str, **changes: Any) -> Rung:
     """A rung of `FULL` with something else in its place, at the reference concurrency."""
     chosen = msgspec.structs.replace(FULL, **changes)
-
-    def policies(trace: Trace, hardware: Hardware) -> Policies:
-        if chosen.admission == "everything":
-            return chosen
-        if chosen.admission == "coupled":
-            return msgspec.structs.replace(chosen, concurrency=hardware.slots)
-        return msgspec.structs.replace(chosen, concurrency=reference_concurrency(trace, hardware))
-
-    return Rung(name, says, policies)
+    return Rung(name, says, lambda trace, hardware: at_reference(chosen, trace, hardware))
 
 
 STICKY, FIRST_COME = {"routing": "sticky-least-inflight"}, {"scheduling": "fifo", "order": "arrival"}
 
-
-def _oversample_parking(trace: Trace, hardware: Hardware) -> Policies:
-    needed = max(1, round(len(trace.trajectories) / OVERSAMPLE))
-    concurrency = reference_concurrency(trace, hardware)
-    return Policies(admission="parking", concurrency=concurrency, routing="cost", needed=needed)
-
+ROUTING = _part("+routing", "the same, routing by cost", **FIRST_COME, history="none")
 
 ABLATION: tuple[Rung, ...] = (
-    LADDER[0],
+    COUPLED,
     _part("+parking", "decoupled, parking at the reference concurrency", **STICKY, **FIRST_COME, history="none"),
-    _part("+routing", "the same, routing by cost", **FIRST_COME, history="none"),
-    _part("+caas", "the same, caas and admission by forecast, knowing the last step", history="last-step"),
+    ROUTING,
+    _part("+caas", "the same, caas and admission by forecast, knowing a last step if any", history="last-step"),
     _part("+history", "the same, knowing earlier epochs of the prompts: everything", history="prompts"),
     _part("-decoupling", "everything, but a trajectory holds its slot from start to end", admission="coupled"),
     _part("-parking", "everything, but all are admitted at once", admission="everything"),
     _part("-routing", "everything, but routing is sticky least-in-flight", **STICKY),
     _part("-caas", "everything, but actions and admission are first come, first served", **FIRST_COME),
     _part("oracle", "parking and routing by cost, the longest true time first", scheduling="oracle", order="oracle"),
-    Rung("cut", f"as `+routing`, stopped at 1/{OVERSAMPLE} of the trajectories", _oversample_parking),
+    Rung("cut", f"as `+routing`, stopped at 1/{OVERSAMPLE} of the trajectories", _oversample(ROUTING.policies)),
 )
 
 

@@ -15,9 +15,9 @@ import msgspec
 from makespan.rollout.errors import ConfigError, nearest
 from makespan.rollout.history import History
 from makespan.rollout.replay.importers import load
-from makespan.rollout.replay.scaling import scaled_times, scaled_tokens
+from makespan.rollout.replay.scaling import check_scales, scaled_times, scaled_tokens
 from makespan.rollout.replay.trace import Trace, TraceTrajectory
-from makespan.rollout.simulation.batch import Hardware, alone_s
+from makespan.rollout.simulation.batch import Hardware, Policies, alone_s
 from makespan.rollout.simulation.coding import CODING, coding_chains, generate_coding
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.past import history
@@ -137,13 +137,9 @@ def knee_slots(work: Workload, cost: InferenceCost) -> int:
 
 def environment_to_inference(batches: Sequence[Trace], cost: InferenceCost) -> float:
     """Seconds in environments, resets included, for each second that inference takes alone."""
-    environment = inference = 0.0
-    for batch in batches:
-        for chain in batch.trajectories:
-            outside_s = chain.reset_s + sum(turn.environment_s or 0.0 for turn in chain.turns)
-            environment += outside_s
-            inference += alone_s(chain, cost)[-1] - outside_s
-    return environment / inference
+    chains = [chain for batch in batches for chain in batch.trajectories]
+    outside_s = sum(map(environment_s, batches)) + sum(chain.reset_s for chain in chains)
+    return outside_s / (sum(alone_s(chain, cost)[-1] for chain in chains) - outside_s)
 
 
 def environment_s(trace: Trace) -> float:
@@ -168,9 +164,21 @@ def reference_concurrency(trace: Trace, hardware: Hardware) -> int:
     return max(1, int(MEMORY_MARGIN * memory * len(means) / sum(mean + overhead for mean in means)))
 
 
+def at_reference(policies: Policies, trace: Trace, hardware: Hardware) -> Policies:
+    """The policies with the concurrency that they leave open: the slots for `coupled`, the reference for `parking`."""
+    if policies.concurrency is not None or policies.admission not in ("coupled", "parking"):
+        return policies
+    coupled = policies.admission == "coupled"
+    concurrency = hardware.slots if coupled else reference_concurrency(trace, hardware)
+    return msgspec.structs.replace(policies, concurrency=concurrency)
+
+
 def smaller(work: Workload, *, token_scale: float, time_scale: float) -> Workload:
     """The same workload with fewer tokens and shorter environment times. Raises `ConfigError` for a scale that is
     none."""
+    if token_scale == time_scale == 1.0:
+        return work
+    check_scales(token_scale, time_scale)
 
     def scaled(trace: Trace) -> Trace:
         return Trace(trace.header, scaled_times(scaled_tokens(trace.trajectories, token_scale), time_scale))

@@ -66,6 +66,7 @@ def test_figures_go_to_standard_output_and_words_elsewhere(capsys):
         (["ablate", "bfcl", "--simulate", "--rungs", "coupled,cass"], "--rungs: unknown rung 'cass'"),
         (["ablate", "bfcl", "--simulate", "--token-scale", "0"], "--token-scale is 0; it must be above 0"),
         (["ablate", "bfcl", "--replay", "--ample"], "--ample is of simulations"),
+        (["ablate", "bfcl", "--replay", "--kv-tokens", "9"], "--kv-tokens is of simulations"),
         (["ablate", "bfcl", "--replay", "--model", "nowhere"], "nowhere"),
         (["ablate", "bfcl", "--simulate", "--seeds", "0"], "--seeds"),
     ],

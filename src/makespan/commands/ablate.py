@@ -36,7 +36,7 @@ from makespan.rollout.simulation.ladder import (
     paired,
     without_past,
 )
-from makespan.rollout.simulation.workload import Workload, environment_to_inference, knee_slots, smaller
+from makespan.rollout.simulation.workload import Workload, environment_to_inference
 
 ABLATE_VERSION = 2
 
@@ -74,8 +74,6 @@ def add_ablate(command: argparse.ArgumentParser) -> None:
     how.add_argument("--replay", action="store_true", help="on real engines and a real environment server")
     command.add_argument("--seeds", type=int, help="batches each rung runs (default: 8 simulated, 3 replayed)")
     command.add_argument("--rungs", help=f"only these, separated by commas: {', '.join(_known())}")
-    command.add_argument("--token-scale", type=float, default=1.0, help="multiplies all lengths (default: 1)")
-    command.add_argument("--time-scale", type=float, default=1.0, help="multiplies environment times (default: 1)")
     command.add_argument("--figure", type=Path, metavar="PATH", help="write the makespans as an SVG image")
     engines = command.add_argument_group("engines of --replay")
     add_engines(engines)
@@ -87,7 +85,7 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
     check_output("--json", options.json)
     check_file("--figure", options.figure)
     if options.replay:
-        for name in ("ample", "max_context"):
+        for name in ("ample", "kv_tokens", "max_context"):
             if getattr(options, name):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is of simulations: a replay's engines have what they have"
@@ -100,10 +98,6 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"--seeds: at least 1 batch is needed, not {seed_count}")
     seeds = range(FIRST_SEED, FIRST_SEED + seed_count)
     work, hardware = resolve(options)
-    work = smaller(work, token_scale=options.token_scale, time_scale=options.time_scale)
-    if options.slots is None:
-        hardware = msgspec.structs.replace(hardware, slots=knee_slots(work, hardware.replica.cost))
-    hardware = msgspec.structs.replace(hardware, max_context_tokens=options.max_context or work.max_context_tokens)
     rungs = chosen(options, work)
     figures: dict[str, Any] = {"version": ABLATE_VERSION, "workload": work.name, "seeds": len(seeds)}
     figures |= {"token_scale": options.token_scale, "time_scale": options.time_scale}
@@ -116,7 +110,7 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
         outcomes = {rung.name: [run.outcome for run in _of(ablation.runs, rung.name)] for rung in rungs}
         rows = [_with_simulation(_row(rung, outcomes), _of(ablation.runs, rung.name)) for rung in rungs]
         notes += _notes(options, ablation, rungs)
-        console.print(f"event logs: {ablation.directory}", soft_wrap=True)
+        console.print(f"a run directory a batch, for `makespan report`: {ablation.directory}", soft_wrap=True)
         figures |= {"machine": ablation.machine, "runs": msgspec.to_builtins(ablation.runs)}
     else:
         outcomes = _simulate(console, work, hardware, seeds, rungs)

@@ -164,8 +164,8 @@ class _Live:
         prepared = prepare(replay)
         known = known_before(self._work, seed, policies.history, self._cost or InferenceCost())
         coordinator = Coordinator(known, slots={replay.config.environment.name: self._slots})
-        path = self._directory / "events" / f"{rung.name}.{seed}.jsonl"
-        path.parent.mkdir(exist_ok=True)
+        path = self._directory / f"{rung.name}.{seed}" / "events" / "engine.jsonl"
+        path.parent.mkdir(parents=True)
         for replica in replicas.values():
             await replica.reset_prefix_cache()
         loop = asyncio.get_running_loop()

@@ -19,7 +19,7 @@ from rich.console import Console
 from makespan.commands.batch import Ended, Work, check_policies, run_batch
 from makespan.commands.hosts import host_configs, model_limits
 from makespan.commands.output import write_json
-from makespan.commands.policies import add_policies
+from makespan.commands.policies import add_policies, policies_of
 from makespan.rollout.config import RunConfig, check
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.replay.agent import TraceAgent
@@ -138,13 +138,7 @@ def _replay(options: argparse.Namespace, trace: Trace) -> Replay:
     trace = _chosen(options, trace, engines.context_tokens)
     engines.check(trace.trajectories)
     trace = Trace(trace.header, scaled_times(trace.trajectories, options.time_scale))
-    policies = Policies(
-        admission=options.admission,
-        concurrency=options.concurrency,
-        routing=options.routing,
-        scheduling=options.scheduling,
-        order=options.order,
-    )
+    policies = policies_of(options)
     if policies.admission == "coupled" and policies.concurrency is None:
         policies = msgspec.structs.replace(policies, concurrency=options.slots)
     return Replay(

@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from makespan.commands.output import check_file, check_output, write_json
-from makespan.commands.policies import add_policies
+from makespan.commands.policies import add_policies, policies_of
 from makespan.commands.workload import add_workload, describe, resolve
-from makespan.rollout.admission import PARKING
 from makespan.rollout.replay.recorder import Recorder
 from makespan.rollout.replay.trace import Trace
 from makespan.rollout.simulation.batch import Policies, simulate
 from makespan.rollout.simulation.ladder import oversampling
-from makespan.rollout.simulation.workload import HISTORIES, known_before, reference_concurrency
+from makespan.rollout.simulation.workload import HISTORIES, at_reference, known_before
 from makespan.rollout.telemetry.analysis import BatchAnalysis, analyse
 from makespan.rollout.telemetry.merge import merge
 from makespan.rollout.telemetry.report import reported, write_report
@@ -48,21 +47,9 @@ def run_simulate(options: argparse.Namespace, console: Console) -> int:
     check_file("--record", options.record)
     check_file("--report", options.report)
     work, hardware = resolve(options)
-    concurrency = options.concurrency
-    if options.admission == "coupled" and concurrency is None:
-        concurrency = hardware.slots
-    if options.admission == PARKING and concurrency is None:
-        concurrency = reference_concurrency(work.batch(options.seed), hardware)
-    policies = Policies(
-        admission=options.admission,
-        concurrency=concurrency,
-        routing=options.routing,
-        scheduling=options.scheduling,
-        order=options.order,
-        history=options.history,
-        needed=options.needed,
-    )
     batch = work.batch(options.seed)
+    policies = msgspec.structs.replace(policies_of(options), history=options.history, needed=options.needed)
+    policies = at_reference(policies, batch, hardware)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="makespan-") as directory:
         path = options.events or Path(directory) / "engine.jsonl"

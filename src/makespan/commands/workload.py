@@ -12,10 +12,12 @@ from makespan.rollout.resources import calibration
 from makespan.rollout.simulation.batch import Hardware
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.regimes import CHAINS, GROUP_SIZE
-from makespan.rollout.simulation.workload import Workload, knee_slots, workload
+from makespan.rollout.simulation.workload import Workload, knee_slots, smaller, workload
 
 REPLICAS = 4
 """Simulated ones, by default."""
+
+KV_TOKENS = ReplicaHardware().kv_tokens
 
 AMPLE_TOKENS = 1 << 40
 """Memory that never binds."""
@@ -29,9 +31,11 @@ def add_workload(command: argparse.ArgumentParser) -> None:
     command.add_argument("--sessions", type=Path, metavar="PATH", help="recorded sessions for the coding regimes")
     command.add_argument("--chains", type=int, help=f"size of a regime's batch (default: {CHAINS}; replayed 32)")
     command.add_argument("--group-size", type=int, help=f"chains a prompt (default: {GROUP_SIZE}; replayed 4)")
+    command.add_argument("--token-scale", type=float, default=1.0, help="multiplies all lengths (default: 1)")
+    command.add_argument("--time-scale", type=float, default=1.0, help="multiplies environment times (default: 1)")
     command.add_argument("--replicas", type=int, help="default: 4 simulated, 2 replayed")
     memory = command.add_mutually_exclusive_group()
-    memory.add_argument("--kv-tokens", type=int, default=840_000, help="memory of a replica (default: 840,000 tokens)")
+    memory.add_argument("--kv-tokens", type=int, help=f"memory of a replica (default: {KV_TOKENS:,} tokens)")
     memory.add_argument("--ample", action="store_true", help="memory that never binds")
     command.add_argument("--calibration", type=Path, metavar="PATH", help="costs of inference, from makespan calibrate")
     command.add_argument("--slots", type=int, help="environment slots (default: the knee, work over longest chain)")
@@ -49,12 +53,14 @@ def resolve(options: argparse.Namespace) -> tuple[Workload, Hardware]:
         chains=CHAINS if options.chains is None else options.chains,
         group_size=GROUP_SIZE if options.group_size is None else options.group_size,
     )
+    work = smaller(work, token_scale=options.token_scale, time_scale=options.time_scale)
     for name in ("replicas", "kv_tokens", "slots", "start_slots", "max_context"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     cost = InferenceCost() if options.calibration is None else calibration.read(options.calibration).cost
-    replica = ReplicaHardware(kv_tokens=AMPLE_TOKENS if options.ample else options.kv_tokens, cost=cost)
+    kv_tokens = AMPLE_TOKENS if options.ample else options.kv_tokens or KV_TOKENS
+    replica = ReplicaHardware(kv_tokens=kv_tokens, cost=cost)
     hardware = Hardware(
         replicas=options.replicas or REPLICAS,
         replica=replica,

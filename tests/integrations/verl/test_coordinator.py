@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,9 @@ from makespan.integrations.verl.reporter import ChainReporter
 from makespan.rollout.chains import ChainState
 from makespan.rollout.history import read_history
 from makespan.rollout.trajectory import Progress
+from tests.integrations.verl.reports import SLOTS, Clock, tell
 
 SETTINGS = JobSettings(max_turns=50, max_tokens=None, history=None)
-SLOTS = {"env": 2}
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def shared(settings: JobSettings = SETTINGS) -> tuple[SharedCoordinator, Clock]:
@@ -36,23 +28,6 @@ def shared(settings: JobSettings = SETTINGS) -> tuple[SharedCoordinator, Clock]:
 def chain(name: str, turns: int = 0, **more: Any) -> ChainState:
     state = {"running": True, "inference_s": 1.0 * turns, "action_s": 1.0 * turns, "tokens": 100, "first_tokens": 50}
     return ChainState(trajectory_id=name, group=name.split("#")[0], environment="env", turns=turns, **(state | more))
-
-
-NUMBERS = itertools.count(1)
-
-
-def tell(
-    coordinator: SharedCoordinator,
-    worker: str,
-    states: list[ChainState],
-    asks: dict[str, int] | None = None,
-    *,
-    answered: bool = False,
-    number: int | None = None,
-) -> Exchange:
-    number = next(NUMBERS) if number is None else number
-    report = Report(worker=worker, number=number, answered=answered, slots=SLOTS, states=states, asks=asks or {})
-    return coordinator.exchange(report)
 
 
 def ended(name: str, turns: int) -> ChainState:

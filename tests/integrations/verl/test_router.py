@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ from makespan.integrations.verl import router_config
 from makespan.integrations.verl.router import SWEEP_INTERVAL_S, TrajectoryRouter, TrajectoryRouterActor
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.route import RouteRequest, Served
+from tests.integrations.verl.local_ray import local_ray
 
 CALLS = 2_000
 
@@ -366,19 +366,10 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with tempfile.TemporaryDirectory(prefix="rt-") as directory:
-        ray.init(
-            num_cpus=8,
-            include_dashboard=False,
-            object_store_memory=100_000_000,
-            _temp_dir=directory,
-            log_to_driver=False,
-            namespace="router",
-        )
+    with local_ray("router", cpus=8):
         made = Cluster(HeldReplica.remote(), Worker.remote(), Worker.options(name="doomed").remote())
         ray.get([actor.__ray_ready__.remote() for actor in (made.replica, made.worker, made.doomed)], timeout=180)
         yield made
-        ray.shutdown()
 
 
 def _in_flight_settles_at(router: Any, expected: int, within_s: float = 60.0) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -24,9 +22,9 @@ from makespan.integrations.verl.coordinator import (
 from makespan.integrations.verl.reporter import ChainReporter
 from makespan.integrations.verl.settings import AdmissionSettings, MemorySettings
 from makespan.rollout.chains import ChainState
+from tests.integrations.verl.local_ray import local_ray
+from tests.integrations.verl.reports import SLOTS, Clock, tell
 
-SLOTS = {"env": 2}
-NUMBERS = itertools.count(1)
 BLOCKS = MemorySettings(num_blocks=101, block_tokens=10)
 """A memory of 1,000 tokens, of which 95% may be booked."""
 
@@ -37,13 +35,6 @@ def job(policy: Any = "fixed", concurrency: int | None = 2, **more: Any) -> JobS
 
 
 PARKING = job("parking", None, memory=BLOCKS, replicas=1)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def shared(settings: JobSettings) -> tuple[SharedCoordinator, Clock]:
@@ -59,24 +50,14 @@ def over(name: str) -> ChainState:
     return chain(name, over=True)
 
 
-def tell(
-    coordinator: SharedCoordinator,
-    worker: str,
-    states: list[ChainState],
-    asks: dict[str, int] | None = None,
-    *,
-    answered: bool = False,
-    number: int | None = None,
-) -> list[str]:
-    """A worker's report; gives who may go."""
-    number = next(NUMBERS) if number is None else number
-    report = Report(worker=worker, number=number, answered=answered, slots=SLOTS, states=states, asks=asks or {})
-    return coordinator.exchange(report).going
+def going(coordinator: SharedCoordinator, worker: str, states: list[ChainState], *asks: Any, **more: Any) -> list[str]:
+    """Who may go by a worker's report."""
+    return tell(coordinator, worker, states, *asks, **more).going
 
 
 def enter(coordinator: SharedCoordinator, worker: str, names: str) -> list[str]:
     """New trajectories ask to start."""
-    return tell(coordinator, worker, [chain(name) for name in names], dict.fromkeys(names, 0))
+    return going(coordinator, worker, [chain(name) for name in names], dict.fromkeys(names, 0))
 
 
 # --- the actor, without Ray -----------------------------------------------------------------------------------------
@@ -88,30 +69,30 @@ def test_the_limit_is_that_of_all_workers_together() -> None:
     assert enter(coordinator, "two", "cde") == ["c"]
     assert enter(coordinator, "one", "f") == []
     assert (coordinator.status()["admitted"], coordinator.status()["waiting"]) == (3, 3)
-    assert tell(coordinator, "one", [over("a"), over("b")]) == []  # the next ones are the other worker's
-    assert tell(coordinator, "two", []) == ["d", "e"]
-    assert tell(coordinator, "two", [over("d")]) == []
-    assert tell(coordinator, "one", []) == ["f"]
+    assert going(coordinator, "one", [over("a"), over("b")]) == []  # the next ones are the other worker's
+    assert going(coordinator, "two", []) == ["d", "e"]
+    assert going(coordinator, "two", [over("d")]) == []
+    assert going(coordinator, "one", []) == ["f"]
 
 
 def test_by_default_everybody_starts_at_once_and_is_counted() -> None:
     coordinator, _ = shared(JobSettings(max_turns=50, max_tokens=None, history=None))
-    tell(coordinator, "one", [chain(str(n), running=True) for n in range(100)])
+    going(coordinator, "one", [chain(str(n), running=True) for n in range(100)])
     assert (coordinator.status()["admitted"], coordinator.status()["waiting"]) == (100, 0)
 
 
 def test_who_was_let_in_and_did_not_hear_of_it_hears_when_it_asks_again() -> None:
     coordinator, _ = shared(job())
     assert enter(coordinator, "one", "abc") == ["a", "b"]  # and the answer is lost
-    assert tell(coordinator, "one", [], {"a": 0, "b": 0, "c": 0}) == ["a", "b"]
+    assert going(coordinator, "one", [], {"a": 0, "b": 0, "c": 0}) == ["a", "b"]
     assert coordinator.status()["admitted"] == 2
 
 
 def test_one_that_was_cancelled_while_it_waited_takes_nobodys_place() -> None:
     coordinator, _ = shared(job(concurrency=1))
     enter(coordinator, "one", "abc")
-    tell(coordinator, "one", [over("b")])
-    assert tell(coordinator, "one", [over("a")]) == ["c"]
+    going(coordinator, "one", [over("b")])
+    assert going(coordinator, "one", [over("a")]) == ["c"]
     assert (coordinator.status()["admitted"], coordinator.status()["waiting"]) == (1, 0)
 
 
@@ -120,9 +101,9 @@ def test_the_places_of_a_worker_that_fell_silent_pass_on() -> None:
     assert enter(coordinator, "dead", "abc") == ["a", "b"]
     assert enter(coordinator, "alive", "xy") == []
     clock.now_s = 59.0
-    assert tell(coordinator, "alive", []) == []
+    assert going(coordinator, "alive", []) == []
     clock.now_s = 61.0
-    assert tell(coordinator, "alive", []) == ["x", "y"]
+    assert going(coordinator, "alive", []) == ["x", "y"]
     assert (coordinator.status()["admitted"], coordinator.status()["waiting"]) == (2, 0)
 
 
@@ -131,9 +112,9 @@ def test_a_trajectory_that_begins_again_at_another_worker_can_start_there() -> N
     enter(coordinator, "dead", "a")
     assert enter(coordinator, "alive", "a") == ["a"]
     clock.now_s = 30.0
-    tell(coordinator, "alive", [])
+    going(coordinator, "alive", [])
     clock.now_s = 61.0
-    assert tell(coordinator, "alive", []) == []
+    assert going(coordinator, "alive", []) == []
     assert coordinator.status()["workers"] == 1
     assert coordinator.status()["admitted"] == 1  # the first worker's death does not take it
 
@@ -141,22 +122,22 @@ def test_a_trajectory_that_begins_again_at_another_worker_can_start_there() -> N
 def test_a_report_that_a_later_one_overtook_is_void() -> None:
     for number, admitted in ((1, 0), (3, 1)):  # the second is the control: in its turn it counts
         coordinator, _ = shared(job())
-        tell(coordinator, "one", [over("a")], number=2)
-        tell(coordinator, "one", [chain("a", running=True)], number=number)
+        going(coordinator, "one", [over("a")], number=2)
+        going(coordinator, "one", [chain("a", running=True)], number=number)
         assert coordinator.status()["admitted"] == admitted
 
 
 def test_an_actor_that_replaces_a_dead_one_hears_who_runs_before_it_lets_anybody_in() -> None:
     coordinator, clock = shared(job())
     waiting = [chain(name) for name in "xyz"]
-    assert tell(coordinator, "one", waiting, dict.fromkeys("xyz", 0), answered=True) == []
+    assert going(coordinator, "one", waiting, dict.fromkeys("xyz", 0), answered=True) == []
     clock.now_s = SETTLE_S - 0.1
-    assert tell(coordinator, "two", [chain("a", running=True), chain("b", running=True)], answered=True) == []
-    assert tell(coordinator, "one", []) == []
+    assert going(coordinator, "two", [chain("a", running=True), chain("b", running=True)], answered=True) == []
+    assert going(coordinator, "one", []) == []
     clock.now_s = SETTLE_S
-    assert tell(coordinator, "one", []) == []  # two run
-    tell(coordinator, "two", [over("a")])
-    assert tell(coordinator, "one", []) == ["x"]
+    assert going(coordinator, "one", []) == []  # two run
+    going(coordinator, "two", [over("a")])
+    assert going(coordinator, "one", []) == ["x"]
     assert enter(shared(job())[0], "one", "xyz") == ["x", "y"]  # the control: the job's first actor does not wait
 
 
@@ -164,23 +145,23 @@ def test_contexts_of_all_workers_decide_who_is_parked_and_goes_on() -> None:
     coordinator, _ = shared(PARKING)
     assert enter(coordinator, "one", "a") == ["a"]
     assert enter(coordinator, "two", "b") == ["b"]
-    assert tell(coordinator, "one", [], {"a": 600}) == ["a"]
-    assert tell(coordinator, "two", [], {"b": 300}) == ["b"]
-    assert tell(coordinator, "two", [], {"b": 400}) == []  # 1,000 of 950
+    assert going(coordinator, "one", [], {"a": 600}) == ["a"]
+    assert going(coordinator, "two", [], {"b": 300}) == ["b"]
+    assert going(coordinator, "two", [], {"b": 400}) == []  # 1,000 of 950
     assert coordinator.status()["parked"] == 1
-    assert tell(coordinator, "two", [], {"b": 400}) == []  # told again: the same
-    tell(coordinator, "one", [over("a")])
-    assert tell(coordinator, "two", []) == ["b"]
+    assert going(coordinator, "two", [], {"b": 400}) == []  # told again: the same
+    going(coordinator, "one", [over("a")])
+    assert going(coordinator, "two", []) == ["b"]
     assert coordinator.status()["parked"] == 0
 
 
 def test_a_new_actor_counts_the_contexts_of_who_runs() -> None:
     coordinator, clock = shared(PARKING)
-    tell(coordinator, "one", [chain("a", running=True, tokens=920)], answered=True)
+    going(coordinator, "one", [chain("a", running=True, tokens=920)], answered=True)
     clock.now_s = SETTLE_S
     assert enter(coordinator, "two", "b") == []
-    tell(coordinator, "one", [over("a")])
-    assert tell(coordinator, "two", []) == ["b"]
+    going(coordinator, "one", [over("a")])
+    assert going(coordinator, "two", []) == ["b"]
 
 
 def test_caches_that_are_lost_make_the_limit_smaller() -> None:
@@ -189,11 +170,8 @@ def test_caches_that_are_lost_make_the_limit_smaller() -> None:
         coordinator, _ = shared(PARKING)
         enter(coordinator, "one", "a")
         served = [(100, cached_tokens, 0)] * 16
-        report = Report(
-            worker="one", number=next(NUMBERS), answered=True, slots=SLOTS, states=[], asks={}, served=served
-        )
-        coordinator.exchange(report)
-        assert tell(coordinator, "one", [], {"a": 850}) == ["a"]
+        going(coordinator, "one", [], answered=True, served=served)
+        assert going(coordinator, "one", [], {"a": 850}) == ["a"]
         assert enter(coordinator, "one", "b") == admitted
 
 
@@ -383,7 +361,7 @@ def test_a_worker_that_was_forgotten_tells_who_runs_and_who_waits_again() -> Non
         await worker.enter("ab")
         await worker.exchange()
         line.clock.now_s = 61.0  # it was too busy to speak
-        tell(line.coordinator, "other", [])
+        going(line.coordinator, "other", [])
         assert line.coordinator.status()["admitted"] == 0
         await worker.exchange()
         await worker.exchange()
@@ -415,17 +393,8 @@ def test_two_thousand_that_wait_keep_no_end_from_being_heard() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="ra-") as directory:
-        ray.init(
-            num_cpus=1,
-            include_dashboard=False,
-            object_store_memory=80_000_000,
-            _temp_dir=directory,
-            log_to_driver=False,
-            namespace="admission",
-        )
+    with local_ray("admission", cpus=1):
         yield
-        ray.shutdown()
 
 
 @pytest.mark.usefixtures("cluster")
