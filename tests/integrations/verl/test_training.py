@@ -27,9 +27,16 @@ TRAINED_STEPS = (1, 2, 3)
 
 MEAN_TOLERANCE = 0.02
 """Mean absolute difference of log-probabilities between vLLM and transformers, both in bfloat16 on the CPU: their
-kernels round differently. Measured 0.002 to 0.006; weights that are one step old are 0.05 to 0.2 away."""
+kernels round differently. Measured 0.002 to 0.006."""
+
+STALE_RATIO = 2.0
+"""Weights that are one step old are at least this much farther away. Measured 0.019 to 0.2: how far a step moves the
+weights depends on what was sampled in it."""
 
 PEARSON_AT_LEAST = 0.99
+
+SKEW_S = 0.5
+"""By how much the trajectories of a step may start apart: their waits are counted from their own starts."""
 
 
 def _rows(run: TrainerRun, step: int) -> list[dict[str, Any]]:
@@ -77,15 +84,17 @@ def test_what_was_sampled_and_what_is_trained_on_have_the_same_probabilities(one
 
 @pytest.mark.parametrize("step", TRAINED_STEPS)
 def test_after_each_weight_sync_vllm_computes_what_the_trainers_weights_say(one_rank: TrainerRun, step: int) -> None:
-    assert _probe_distance(one_rank, step, one_rank.weights_of_rollout(step)) < MEAN_TOLERANCE
-    if step > 1:  # the control: the weights of one step before would not pass
-        assert _probe_distance(one_rank, step, one_rank.weights_of_rollout(step - 1)) > MEAN_TOLERANCE
+    distance = _probe_distance(one_rank, step, one_rank.weights_of_rollout(step))
+    assert distance < MEAN_TOLERANCE
+    if step > 1:
+        assert _probe_distance(one_rank, step, one_rank.weights_of_rollout(step - 1)) > STALE_RATIO * distance
 
 
 def test_a_lost_weight_sync_fails_that_check(one_rank: TrainerRun) -> None:
     """The control: the sync before step 4 was lost, so the replica still has the weights of step 3's rollout."""
-    assert _probe_distance(one_rank, 4, one_rank.weights_of_rollout(4)) > MEAN_TOLERANCE
-    assert _probe_distance(one_rank, 4, one_rank.weights_of_rollout(3)) < MEAN_TOLERANCE
+    distance = _probe_distance(one_rank, 4, one_rank.weights_of_rollout(3))
+    assert distance < MEAN_TOLERANCE
+    assert _probe_distance(one_rank, 4, one_rank.weights_of_rollout(4)) > STALE_RATIO * distance
 
 
 def _rebuilt(run: TrainerRun) -> Counter[Row]:
@@ -175,10 +184,12 @@ def test_a_coordinator_that_is_killed_in_mid_step_is_replaced_and_nothing_stops(
 def test_some_trajectories_start_when_others_are_over_also_where_the_coordinator_died(
     one_rank: TrainerRun, step: int
 ) -> None:
+    """They wait for as long as the first one took; how long all wait for a coordinator that comes up does not count."""
     rows = [row["makespan"] for row in _rows(one_rank, step)]
-    own_s = [row["completion_s"] - row["admission_s"] for row in rows]
-    first_s = min(row["admission_s"] for row in rows)  # in the first step the coordinator has to come up
-    assert sum(row["admission_s"] - first_s > min(own_s) / 2 for row in rows) == len(rows) - AT_ONCE
+    first_s = min(row["completion_s"] for row in rows)
+    waited = [row for row in rows if row["admission_s"] > first_s - SKEW_S]
+    assert len(waited) >= len(rows) - AT_ONCE
+    assert len(waited) < len(rows)  # the control: somebody was the first
     assert one_rank.steps()[step]["makespan/phases_s/admission"] > 0.0
 
 
