@@ -10,9 +10,11 @@ import pytest
 
 from makespan.cli import main
 from makespan.commands.ablate import order_agreement
-from makespan.commands.ablate_replay import Replayed
+from makespan.commands.ablate_replay import Replayed, at_speed
 from makespan.rollout.replay.trace import Trace, TraceHeader, write_trace
+from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.resources.calibration import Calibration, Measured, Probe
+from makespan.rollout.simulation.batch import Hardware
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.ladder import Outcome
 from makespan.rollout.telemetry.merge import merge
@@ -62,6 +64,7 @@ def test_rungs_replay_the_same_batch_on_the_same_engine(tmp_path, capsys, embedd
     assert [run["other_turns"] for run in figures["runs"]] == [0] * 6
     assert rows["cut"]["kept_length_ratio"] > 0
     assert all(row["simulated_s"]["mean"] > work_s for row in figures["rows"] if row["rung"] != "cut")
+    assert all(1e-5 < run["core_s"] < 1.0 for run in figures["runs"])
     (directory,) = (tmp_path / "runs").iterdir()
     assert json.loads((directory / "ablation.json").read_bytes())["runs"] == figures["runs"]
     lengths = {}
@@ -88,6 +91,19 @@ def run(rung: str, seed: int, replayed_s: float, simulated_s: float) -> Replayed
         kept_length=1.0,
     )
     return Replayed(rung=rung, seed=seed, outcome=outcome, environment_pct=0.0, other_turns=0, simulated_s=simulated_s)
+
+
+def test_a_batch_on_slower_cores_is_simulated_on_slower_cores():
+    cost = InferenceCost(step_s=0.01, sequence_s=0.001, context_s=1e-6, prefill_s=1e-4, chunk_tokens=100)
+    hardware = Hardware(replicas=2, replica=ReplicaHardware(cost=cost, block_tokens=7), slots=3)
+    slower = at_speed(hardware, 0.003, 0.002).replica
+    assert slower.block_tokens == 7
+    # 10 steps of 3 sequences with 50 to 77 tokens of context and 20 prompt tokens of one more, half as long again
+    once_s = 0.01 + 4 * 0.001 + 20 * 1e-4
+    assert slower.cost.steps_s(10, 3, 50, 1, 20) == pytest.approx(1.5 * (10 * once_s + 1e-6 * sum(range(50, 80, 3))))
+    assert slower.cost.chunk_tokens == 100
+    assert at_speed(hardware, None, 0.002) == hardware
+    assert at_speed(hardware, 0.003, None) == hardware
 
 
 def test_only_differences_beyond_the_noise_judge_the_simulation():

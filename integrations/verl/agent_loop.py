@@ -41,6 +41,7 @@ from makespan.integrations.verl.settings import LoopSettings, parse
 from makespan.integrations.verl.transcript import Transcript, as_dicts
 from makespan.rollout.environment import Action, EnvironmentBackend, EnvironmentFailure, Session
 from makespan.rollout.errors import ConfigError, EnvironmentUnreachable, MakespanError, ReplicaFailure
+from makespan.rollout.priority import request_priority
 from makespan.rollout.trajectory import Progress, Task
 
 logger = logging.getLogger(__name__)
@@ -246,6 +247,7 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
                     "max_tokens": limit,
                     "extra_args": {"makespan": msgspec.structs.asdict(facts)},
                 },
+                **self._priority(episode),
             )
         except ray.exceptions.RayError as error:
             raise ReplicaFailure(f"a replica did not serve turn {episode.turns + 1}: {error}") from error
@@ -262,6 +264,12 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         await transcript.append_generated(self, ids, output.log_probs, text)
         return str(text), len(ids) >= limit and ids[-1] != self.tokenizer.eos_token_id
+
+    def _priority(self, episode: Episode) -> dict[str, int]:
+        """vLLM's priority of the next request, where vLLM orders by it; elsewhere vLLM refuses one."""
+        if self.rollout_config.get("scheduling_policy") != "priority":
+            return {}
+        return {"priority": request_priority(episode.turns, self._chains.threatens(episode.trajectory_id))}
 
     async def _prompt(self, messages: list[dict[str, str]]) -> list[int]:
         """The prompt's token ids. verl's `ct_build_initial_tokens` would cut a long prompt at its front, silently."""
@@ -287,9 +295,11 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
         """Tell our router what became of a turn and, where admission goes by memory, admission what its cache did."""
         cached, version = (output.extra_fields.get(name) for name in ("num_cached_tokens", "max_global_steps"))
         told = self._router().turn_over.remote(request_id, context_tokens, cached, version)
-        if settings.admission.policy == "parking" and cached is not None and not self._parked:
+        if settings.admission.policy == "parking":
             with contextlib.suppress(ray.exceptions.RayError):  # without a router the next turn fails, and says so
-                if await told:
+                end = await told
+                self._chains.resized(end.replicas)
+                if end.came_back and cached is not None and not self._parked:
                     self._chains.served(episode.expected_tokens, cached, output.num_preempted or 0)
 
     def _is_parked(self, trajectory_id: str) -> None:

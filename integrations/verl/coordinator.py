@@ -69,6 +69,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     served: list[tuple[int, int, int]] = []
     """Of turns that came back to the replica of their last one: tokens that were to be cached there, that were, and
     preemptions. For `AdmissionPolicy.served`; a report that is lost takes them with it."""
+    replicas: int | None = None
+    """How many there were when a turn of the worker last ended; None: it was not told."""
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +82,8 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """New keys of the worker's waiting actions, by trajectory."""
     going: list[str]
     """Who of its waiting trajectories may start or go on."""
+    threatening: list[str] = []
+    """Those of the reported chains that are expected to outlast the batch's horizon."""
 
 
 class _Worker(msgspec.Struct):
@@ -89,6 +93,8 @@ class _Worker(msgspec.Struct):
     """Of the acquaintance with it."""
     heard_s: float = 0.0
     number: int = 0
+    replicas: int | None = None
+    """As it said last: only another number is news, as who has no turns goes on telling an old one."""
     chains: set[str] = msgspec.field(default_factory=set)
     """Those that are not over."""
     keys: dict[str, float] = {}
@@ -128,6 +134,9 @@ class SharedCoordinator:
         if report.number <= worker.number:
             return Exchange(incarnation=worker.incarnation, keys={}, going=[])
         worker.number = report.number
+        if report.replicas not in (None, worker.replicas):
+            worker.replicas = report.replicas
+            self._policy.resize(report.replicas)
         self._coordinator.slots.update(report.slots)
         for state in report.states:
             self._observe(report.worker, state)
@@ -138,11 +147,15 @@ class SharedCoordinator:
         self._let_in(now_s)
         self._renew_keys(now_s)
         fresh, worker.keys = worker.keys, {}
+        threatening = []
         for state in report.states:
             if not state.over:
-                fresh[state.trajectory_id] = self._coordinator.key_of(state.trajectory_id)
+                outlook = self._coordinator.outlook(state.trajectory_id)
+                fresh[state.trajectory_id] = outlook.key
+                if outlook.slack_s < 0:
+                    threatening.append(state.trajectory_id)
         going, worker.going = worker.going, []
-        return Exchange(incarnation=worker.incarnation, keys=fresh, going=going)
+        return Exchange(incarnation=worker.incarnation, keys=fresh, going=going, threatening=threatening)
 
     # Chains
 

@@ -60,8 +60,16 @@ class Chains(Protocol):
         """A turn came back to the replica of its last one; see `AdmissionPolicy.served`."""
         ...
 
+    def resized(self, replicas: int) -> None:
+        """There are so many replicas now."""
+        ...
+
     def key(self, trajectory_id: str, progress: Progress) -> float:
         """An action begins to wait for a slot: what it is to be ordered by."""
+        ...
+
+    def threatens(self, trajectory_id: str) -> bool:
+        """Whether the trajectory is expected to outlast the batch's horizon, as far as the coordinator said."""
         ...
 
     def acted(self, trajectory_id: str, seconds: float) -> None:
@@ -86,8 +94,13 @@ class Unreported:
 
     def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None: ...
 
+    def resized(self, replicas: int) -> None: ...
+
     def key(self, trajectory_id: str, progress: Progress) -> float:
         return 0.0
+
+    def threatens(self, trajectory_id: str) -> bool:
+        return False
 
     def acted(self, trajectory_id: str, seconds: float) -> None: ...
 
@@ -116,6 +129,7 @@ class ChainReporter:
         self._admission = job.admission
         self._room = WaitingRoom(job.admission.concurrency)
         self._served: list[tuple[int, int, int]] = []
+        self._replicas: int | None = None
         self._number = 0
         self._asked_first_s = 0.0
         self._slots = dict(slots)
@@ -126,6 +140,7 @@ class ChainReporter:
         self._live: dict[str, ChainState] = {}
         self._changed: dict[str, ChainState] = {}
         self._last_key: dict[str, float] = {}
+        self._threatening: set[str] = set()
         self._complained = False
 
     def join(self, trajectory_id: str, group: str, environment: str) -> None:
@@ -153,11 +168,17 @@ class ChainReporter:
     def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
         self._served.append((expected_tokens, cached_tokens, preemptions))
 
+    def resized(self, replicas: int) -> None:
+        self._replicas = replicas
+
     def key(self, trajectory_id: str, progress: Progress) -> float:
         """The last key that came for the trajectory, and 0 before the first."""
         state = self._touch(trajectory_id)
         state.turns, state.waiting = progress.turns, True
         return self._last_key.get(trajectory_id, 0.0)
+
+    def threatens(self, trajectory_id: str) -> bool:
+        return trajectory_id in self._threatening
 
     def acted(self, trajectory_id: str, seconds: float) -> None:
         state = self._touch(trajectory_id)
@@ -174,6 +195,7 @@ class ChainReporter:
         self._live.pop(trajectory_id)
         self._room.leave(trajectory_id)
         self._last_key.pop(trajectory_id, None)
+        self._threatening.discard(trajectory_id)
 
     def _touch(self, trajectory_id: str) -> ChainState:
         state = self._live[trajectory_id]
@@ -207,6 +229,7 @@ class ChainReporter:
             states=[msgspec.structs.replace(state) for state in told.values()],
             asks=asks,
             served=served,
+            replicas=self._replicas,
         )
         now = asyncio.get_running_loop().time
         self._asked_first_s = self._asked_first_s or now()
@@ -227,6 +250,7 @@ class ChainReporter:
                 self._room.retell()
             self._incarnation = answer.incarnation
         self._room.answered(asks, answer.going)
+        self._threatening = (self._threatening - told.keys()) | (self._live.keys() & answer.threatening)
         if self._rekey is None:
             return
         keys = {name: key for name, key in answer.keys.items() if name in self._live}

@@ -57,6 +57,16 @@ class TurnFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `turn_over` will be called when the turn is over."""
 
 
+class TurnEnd(msgspec.Struct, frozen=True):
+    """What the router answers when it is told that a turn is over."""
+
+    came_back: bool
+    """Whether it came back to the replica of its trajectory's last turn, which has the same weights still: then what it
+    lost was overwritten by others."""
+    replicas: int
+    """How many there are now."""
+
+
 class TrajectoryRouter:
     """verl's `RequestLoadBalancer` protocol over a makespan routing policy.
 
@@ -132,9 +142,8 @@ class TrajectoryRouter:
     @ray.method(concurrency_group="release")  # type: ignore[untyped-decorator]
     async def turn_over(
         self, request_id: str, context_tokens: int, cached_tokens: int | None, weights_version: int | None
-    ) -> bool:
-        """A turn that was announced as `reported` is over. Gives whether it came back to the replica of its
-        trajectory's last turn, and that one has the same weights still: then what it lost was overwritten by others.
+    ) -> TurnEnd:
+        """A turn that was announced as `reported` is over.
 
         Args:
             context_tokens: its prompt and what was generated.
@@ -144,7 +153,7 @@ class TrajectoryRouter:
         with self._lock:
             ticket = self._tickets.find(request_id)
             if ticket is None:
-                return False
+                return TurnEnd(came_back=False, replicas=len(self._servers))
             self._has_version(ticket.replica_id, weights_version)
             same_weights = ticket.weights_version in (None, weights_version)
             served = Served(
@@ -156,7 +165,7 @@ class TrajectoryRouter:
             here = (ticket.replica_id, self._losses[ticket.replica_id])
             came_back = self._left.get(ticket.trajectory_id) == here
             self._left[ticket.trajectory_id] = here
-            return came_back
+            return TurnEnd(came_back=came_back, replicas=len(self._servers))
 
     @ray.method(concurrency_group="release")  # type: ignore[untyped-decorator]
     async def pause_trajectory(self, trajectory_id: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from makespan.integrations.vllm_plugin import VARIABLE as SPIN_VARIABLE
 from makespan.rollout.replicas.base import Completion, ReplicaLoad, Request, Sampling, StopReason
 from makespan.rollout.replicas.process_group import shared_memory_of, unlink_shared_memory
 from makespan.rollout.replicas.wire import (
@@ -50,6 +51,10 @@ machine the orderly way takes longer than that."""
 
 WARM_UP_TOKENS = 16
 
+SPIN_S = 0.002
+"""On the CPU, where the cores that would spin are those that compute: longer than a worker waits for its next step,
+shorter than an engine core waits for the worker."""
+
 
 def prepare_process(config: HostConfig) -> int:
     """Set the environment before vLLM is imported and keep standard output for the protocol.
@@ -63,6 +68,8 @@ def prepare_process(config: HostConfig) -> int:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, config.cores))
     if config.gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = config.gpu
+    else:
+        os.environ.setdefault(SPIN_VARIABLE, str(SPIN_S))
     frames = os.dup(1)
     os.dup2(2, 1)
     return frames

@@ -35,7 +35,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A probe and how long it took: the shortest of its repetitions, as whatever disturbs one only adds."""
+    """A probe and how long it took: the median of its repetitions, at the cores' mean speed."""
 
     probe: Probe
     seconds: float
@@ -53,6 +53,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     median_error: float
     """Of the seconds predicted for `judged_on`, relative."""
     largest_error: float
+    core_s: float | None = None
+    """How fast the cores were meanwhile (`CoreSpeed`); None on GPUs."""
 
 
 def terms(probe: Probe, chunk_tokens: int) -> tuple[float, float, float, float]:
@@ -116,7 +118,12 @@ def _least_squares(rows: list[list[float]]) -> list[float]:
 
 
 def calibrate(
-    model: str, machine: str, fitted_on: Sequence[Measured], judged_on: Sequence[Measured], chunk_tokens: int
+    model: str,
+    machine: str,
+    fitted_on: Sequence[Measured],
+    judged_on: Sequence[Measured],
+    chunk_tokens: int,
+    core_s: float | None = None,
 ) -> Calibration:
     """Fit on one set of measurements and judge on another. Raises `ResourceError` when the sets share a probe."""
     shared = {one.probe for one in fitted_on} & {one.probe for one in judged_on}
@@ -132,6 +139,7 @@ def calibrate(
         judged_on=tuple(judged_on),
         median_error=statistics.median(errors),
         largest_error=max(errors),
+        core_s=core_s,
     )
 
 

@@ -37,6 +37,16 @@ class InferenceCost(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 2048
     """Prompt tokens that one step prefills at most."""
 
+    def times(self, factor: float) -> InferenceCost:
+        """The cost of a machine that takes `factor` times as long for everything."""
+        return msgspec.structs.replace(
+            self,
+            step_s=factor * self.step_s,
+            sequence_s=factor * self.sequence_s,
+            context_s=factor * self.context_s,
+            prefill_s=factor * self.prefill_s,
+        )
+
     def steps_s(
         self, steps: int, decoding: int, context_tokens: int, prefilling: int = 0, prefilled_tokens: int = 0
     ) -> float:

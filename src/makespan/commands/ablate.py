@@ -23,8 +23,8 @@ from makespan.commands.replay import add_engines
 from makespan.commands.workload import add_workload, describe, resolve
 from makespan.rollout.errors import ConfigError, nearest
 from makespan.rollout.replay.fidelity import TOLERANCE_PCT
+from makespan.rollout.resources import calibration
 from makespan.rollout.simulation.batch import Hardware
-from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.ladder import (
     ABLATION,
     LADDER,
@@ -170,7 +170,6 @@ def _replay(
         )
         _check_kept(work, run.rung, hardware, run.outcome)
 
-    cost: InferenceCost | None = None if options.calibration is None else hardware.replica.cost
     return replayed(
         options,
         work,
@@ -178,7 +177,7 @@ def _replay(
         rungs,
         replicas=hardware.replicas,
         slots=hardware.slots,
-        cost=cost,
+        calibration=None if options.calibration is None else calibration.read(options.calibration),
         on_run=show,
     )
 
@@ -235,6 +234,10 @@ def _notes(options: argparse.Namespace, ablation: Ablation, rungs: Sequence[Rung
             f"environments took {sum(deviations) / len(deviations):+.1f}% of their recorded seconds in the mean "
             f"(largest {largest:+.1f}%); {over} of {len(deviations)} batches are not within {TOLERANCE_PCT:g}%"
         )
+    readings = [run.core_s for run in ablation.runs if run.core_s is not None]
+    if readings:
+        slowest = max(readings) / min(readings)
+        yield f"the replicas' cores were {slowest:.2f} times as fast in the fastest batch as in the slowest"
     if other := sum(run.other_turns for run in ablation.runs):
         yield f"{other} turns had other numbers of tokens than the recorded ones, or were not replayed"
     if options.calibration is not None:

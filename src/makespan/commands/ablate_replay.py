@@ -2,13 +2,15 @@
 
 Replicas and environment server start once. Before each batch all cached prefixes are dropped, and the order of the
 rungs rotates from batch to batch, so that a machine that gets slower favours none of them. Afterwards the same rungs
-are simulated on what the engines say of themselves, where their costs were calibrated.
+are simulated on what the engines say of themselves, where their costs were calibrated, each batch with the costs of
+cores as fast as they were in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from makespan.rollout.replay.plan import plan
 from makespan.rollout.replay.trace import Trace
 from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.replicas.vllm import VllmReplica, visible_gpus
+from makespan.rollout.resources.calibration import Calibration
+from makespan.rollout.resources.core_speed import CoreSpeed, metered
 from makespan.rollout.simulation.batch import Hardware, Policies
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.ladder import Outcome, Rung, outcome, outcome_of
@@ -46,8 +50,10 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     """By how much the environments' seconds deviate from the recorded ones."""
     other_turns: int
     """Turns with another number of tokens than the recorded ones, or that were not replayed."""
+    core_s: float | None = None
+    """How fast the replicas' cores were during the batch (`CoreSpeed`); None on GPUs."""
     simulated_s: float | None = None
-    """The makespan of the same batch under the same policies in simulation."""
+    """The makespan of the same batch under the same policies in simulation, on cores of that speed."""
 
 
 class Ablation(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,11 +77,11 @@ def replayed(
     *,
     replicas: int,
     slots: int,
-    cost: InferenceCost | None,
+    calibration: Calibration | None,
     on_run: OnRun,
 ) -> Ablation:
-    """Replay every rung on the batch of every seed; with `cost` the same is simulated. What there is stands in the run
-    directory's `ablation.json` after each batch.
+    """Replay every rung on the batch of every seed; with a calibration the same is simulated. What there is stands in
+    the run directory's `ablation.json` after each batch.
 
     Raises `MakespanError` for whatever keeps the batches from starting.
     """
@@ -92,12 +98,12 @@ def replayed(
         slots=slots,
         seed=0,
     )
-    host_configs(config, engines.model)
+    cores = [core for host in host_configs(config, engines.model).values() for core in host.cores]
     directory = make_run_directory(Path(options.runs_directory), options.name)
-    live = _Live(options, work, engines, slots, cost, directory)
+    live = _Live(options, work, engines, slots, calibration, cores, directory)
     with asyncio.Runner() as runner:
         ablation = runner.run(live.replay(batches, rungs, config, on_run))
-    if cost is not None:
+    if calibration is not None:
         ablation = msgspec.structs.replace(
             ablation, runs=[live.simulated(run, batches, rungs) for run in ablation.runs]
         )
@@ -112,14 +118,17 @@ class _Live:
         work: Workload,
         engines: Engines,
         slots: int,
-        cost: InferenceCost | None,
+        calibration: Calibration | None,
+        cores: Sequence[int],
         directory: Path,
     ) -> None:
         self._options = options
         self._work = work
         self._engines = engines
         self._slots = slots
-        self._cost = cost
+        self._calibration = calibration
+        self._cost = None if calibration is None else calibration.cost
+        self._cores = cores
         self._directory = directory
         self._hardware: Hardware | None = None
 
@@ -130,18 +139,25 @@ class _Live:
         async with (
             environment_address(config, self._directory) as address,
             running_replicas(config, self._engines.model, self._directory) as replicas,
+            metered(self._cores) as speed,
         ):
             self._hardware = self._measured_hardware(replicas)
             for number, (seed, batch) in enumerate(batches.items()):
                 turned = [*rungs[number % len(rungs) :], *rungs[: number % len(rungs)]]
                 for rung in turned:
-                    runs.append(await self._batch(rung, seed, batch, replicas, address))
+                    runs.append(await self._batch(rung, seed, batch, replicas, address, speed))
                     on_run(runs[-1])
                     write_json(str(self._directory / "ablation.json"), self._ablation(runs))
         return self._ablation(runs)
 
     async def _batch(
-        self, rung: Rung, seed: int, batch: Trace, replicas: dict[str, VllmReplica], address: str
+        self,
+        rung: Rung,
+        seed: int,
+        batch: Trace,
+        replicas: dict[str, VllmReplica],
+        address: str,
+        speed: CoreSpeed,
     ) -> Replayed:
         assert self._hardware is not None
         policies = rung.policies(batch, self._hardware)
@@ -173,7 +189,9 @@ class _Live:
             async with connected(replay.config, address, f"{self._directory.name}-{rung.name}-{seed}") as client:
                 engine = make_engine(replay.config, prepared, replicas, client, coordinator, events)
                 cut = None if policies.needed is None else OversampleCut(policies.needed, engine.stop)
+                began_s = time.monotonic()
                 await engine.run(prepared.tasks, on_end=cut)
+                core_s = speed.seconds(self._cores, began_s, time.monotonic())
         log = merge([path])
         like = fidelity(log, plan(batch.trajectories)[1])
         missing = 0 if policies.needed is not None else like.turns - like.replayed_turns
@@ -183,16 +201,19 @@ class _Live:
             outcome=outcome_of(log, analyse(log), batch),
             environment_pct=like.durations.total_pct,
             other_turns=like.other_prompts + like.other_generations + missing,
+            core_s=core_s,
         )
 
     def simulated(self, run: Replayed, batches: dict[int, Trace], rungs: Sequence[Rung]) -> Replayed:
         """The run with its makespan in simulation."""
         assert self._hardware is not None
+        assert self._calibration is not None
         (rung,) = (rung for rung in rungs if rung.name == run.rung)
         batch = batches[run.seed]
         policies = rung.policies(batch, self._hardware)
         known = known_before(self._work, run.seed, policies.history, self._hardware.replica.cost)
-        told = outcome(batch, self._hardware, policies, run.seed, known)
+        hardware = at_speed(self._hardware, run.core_s, self._calibration.core_s)
+        told = outcome(batch, hardware, policies, run.seed, known)
         return msgspec.structs.replace(run, simulated_s=told.makespan_s)
 
     def _measured_hardware(self, replicas: dict[str, VllmReplica]) -> Hardware:
@@ -219,3 +240,12 @@ class _Live:
     def _ablation(self, runs: Sequence[Replayed]) -> Ablation:
         assert self._hardware is not None
         return Ablation(hardware=self._hardware, machine=machine(), runs=list(runs), directory=str(self._directory))
+
+
+def at_speed(hardware: Hardware, core_s: float | None, calibrated_core_s: float | None) -> Hardware:
+    """The hardware whose costs were calibrated on cores with readings of `calibrated_core_s`, with those of cores with
+    `core_s`; as it is where either is not known."""
+    if core_s is None or calibrated_core_s is None:
+        return hardware
+    cost = hardware.replica.cost.times(core_s / calibrated_core_s)
+    return msgspec.structs.replace(hardware, replica=msgspec.structs.replace(hardware.replica, cost=cost))

@@ -7,10 +7,12 @@ import asyncio
 import os
 import platform
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -22,8 +24,9 @@ from makespan.rollout.replicas.base import Request, Sampling
 from makespan.rollout.replicas.vllm import VllmReplica, divide_cores, start_replicas, visible_gpus
 from makespan.rollout.replicas.wire import HostConfig
 from makespan.rollout.resources.calibration import Calibration, Measured, Probe, calibrate, seconds
+from makespan.rollout.resources.core_speed import CoreSpeed, metered
 
-REPETITIONS = 3
+REPETITIONS = 5
 
 Shape = tuple[int, int, int]
 
@@ -93,17 +96,20 @@ def run_calibrate(options: argparse.Namespace, console: Console) -> int:
 async def _calibrate(
     name: str, configs: dict[str, HostConfig], unit: int, logs: Path, start_timeout_s: float
 ) -> Calibration:
+    cores = [config.cores for config in configs.values()]
     replicas = await start_replicas(configs, logs, start_timeout_s)
     try:
-        measured = await measure(list(replicas.values()), probes(FIT, unit) + probes(JUDGE, unit))
+        async with metered([core for own in cores for core in own]) as speed:
+            spans = await run_probes(list(replicas.values()), probes(FIT, unit) + probes(JUDGE, unit))
     finally:
         await asyncio.gather(*(replica.close() for replica in replicas.values()))
+    measured, core_s = at_usual_speed(spans, speed, cores)
     fitted, judged = measured[: len(FIT)], measured[len(FIT) :]
     first = next(iter(configs.values()))
     machine = f"GPU {first.gpu}" if first.gpu is not None else f"{len(first.cores)} cores, {platform.machine()}"
     if len(configs) > 1:
         machine += f", each of {len(configs)} replicas"
-    return calibrate(name, machine, fitted, judged, first.max_num_batched_tokens)
+    return calibrate(name, machine, fitted, judged, first.max_num_batched_tokens, core_s=core_s)
 
 
 def probes(shapes: tuple[Shape, ...], unit_tokens: int) -> list[Probe]:
@@ -114,38 +120,62 @@ def probes(shapes: tuple[Shape, ...], unit_tokens: int) -> list[Probe]:
     ]
 
 
-async def measure(replicas: Sequence[VllmReplica], asked: list[Probe]) -> list[Measured]:
-    """Run all probes in each of `REPETITIONS` rounds, so that a disturbance hits each of them once; of each the
-    shortest time. Every replica runs the same probe at the same time, and their mean time counts: what they share,
-    memory bandwidth above all, is shared as in a batch."""
+class Span(NamedTuple):
+    """When a replica ran a probe, on `time.monotonic`'s clock."""
+
+    replica: int
+    probe: Probe
+    from_s: float
+    to_s: float
+
+
+async def run_probes(replicas: Sequence[VllmReplica], asked: list[Probe]) -> list[Span]:
+    """Run all probes in each of `REPETITIONS` rounds, so that a disturbance hits each of them once. Every replica runs
+    the same probe at the same time: what they share, memory bandwidth above all, is shared as in a batch."""
     rng = random.Random(0)
-    rounds = [[await _at_once(replicas, probe, rng) for probe in asked] for _ in range(REPETITIONS)]
-    return [
-        Measured(probe=probe, seconds=min(times)) for probe, times in zip(asked, zip(*rounds, strict=True), strict=True)
-    ]
+    spans: list[Span] = []
+    for _ in range(REPETITIONS):
+        for probe in asked:
+            at_once = (_once(index, replica, probe, rng) for index, replica in enumerate(replicas))
+            spans += await asyncio.gather(*at_once)
+    return spans
 
 
-async def _at_once(replicas: Sequence[VllmReplica], probe: Probe, rng: random.Random) -> float:
-    times = await asyncio.gather(*(_once(replica, probe, rng) for replica in replicas))
-    return sum(times) / len(times)
+def at_usual_speed(
+    spans: Sequence[Span], speed: CoreSpeed, cores: Sequence[Sequence[int]]
+) -> tuple[list[Measured], float | None]:
+    """What each probe takes while the replicas' `cores` are as fast as they were in the mean over all probes, the
+    median of its repetitions; and the mean reading of the cores' speed (None where it was not metered)."""
+    began_s, ended_s = min(span.from_s for span in spans), max(span.to_s for span in spans)
+    usual = [speed.seconds(own, began_s, ended_s) for own in cores]
+    found: dict[Probe, list[float]] = {}
+    for span in spans:
+        took_s, usual_s = span.to_s - span.from_s, usual[span.replica]
+        then_s = speed.seconds(cores[span.replica], span.from_s, span.to_s)
+        if then_s is not None and usual_s is not None:
+            took_s *= usual_s / then_s
+        found.setdefault(span.probe, []).append(took_s)
+    measured = [Measured(probe=probe, seconds=statistics.median(times)) for probe, times in found.items()]
+    known = [usual_s for usual_s in usual if usual_s is not None]
+    return measured, statistics.fmean(known) if known else None
 
 
-async def _once(replica: VllmReplica, probe: Probe, rng: random.Random) -> float:
+async def _once(index: int, replica: VllmReplica, probe: Probe, rng: random.Random) -> Span:
     tokens = probe.generated_tokens
     sampling = Sampling(max_tokens=tokens, min_tokens=tokens)  # sampled, as rollouts are
     requests = [
         Request(
             request_id=f"probe-{rng.getrandbits(64):x}",
-            trajectory_id=f"probe-{index}",
+            trajectory_id=f"probe-{sequence}",
             turn=0,
             prompt_ids=[rng.randrange(3, 400) for _ in range(probe.prompt_tokens)],
             sampling=sampling,
         )
-        for index in range(probe.sequences)
+        for sequence in range(probe.sequences)
     ]
     began_s = time.monotonic()
     await asyncio.gather(*(replica.generate(request) for request in requests))
-    return time.monotonic() - began_s
+    return Span(index, probe, began_s, time.monotonic())
 
 
 def _show(console: Console, result: Calibration) -> None:

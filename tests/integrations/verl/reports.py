@@ -27,6 +27,7 @@ def tell(
     answered: bool = False,
     number: int | None = None,
     served: list[tuple[int, int, int]] | None = None,
+    replicas: int | None = None,
 ) -> Exchange:
     """A worker's report, later than all before it unless it has a number, and what it gets for it."""
     report = Report(
@@ -37,5 +38,6 @@ def tell(
         states=states,
         asks=asks or {},
         served=served or [],
+        replicas=replicas,
     )
     return coordinator.exchange(report)

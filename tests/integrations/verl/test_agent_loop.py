@@ -17,6 +17,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from makespan.integrations.verl.agent_loop import EnvAgentLoop
 from makespan.integrations.verl.reporter import Unreported
+from makespan.integrations.verl.router import TurnEnd
 from makespan.rollout.environment import Action, ActionTiming, EnvironmentFailure, Message, Observation, StepResult
 from makespan.rollout.errors import EnvironmentUnreachable
 from makespan.rollout.trajectory import Task
@@ -103,7 +104,13 @@ class FakeEnvironment:
 
 
 def _loop(
-    client: FakeClient, backend: Any, *, response_length: int = 64, prompt_length: int = 16, **settings: Any
+    client: FakeClient,
+    backend: Any,
+    *,
+    response_length: int = 64,
+    prompt_length: int = 16,
+    rollout: Any = None,
+    **settings: Any,
 ) -> Any:
     config = OmegaConf.create(
         {
@@ -112,6 +119,7 @@ def _loop(
                     "response_length": response_length,
                     "prompt_length": prompt_length,
                     "calculate_log_probs": True,
+                    **(rollout or {}),
                 }
             },
             "data": {},
@@ -201,11 +209,11 @@ class ReportedTo(FakeClient):
         self.reports: list[tuple[Any, ...]] = []
         self.turn_over = SimpleNamespace(remote=self._hear)
 
-    def _hear(self, *report: Any) -> asyncio.Future[bool]:
+    def _hear(self, *report: Any) -> asyncio.Future[TurnEnd]:
         self.reports.append(report)
-        came_back: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        came_back.set_result(len(self.reports) > 1)
-        return came_back
+        end: asyncio.Future[TurnEnd] = asyncio.get_running_loop().create_future()
+        end.set_result(TurnEnd(came_back=len(self.reports) > 1, replicas=10 - len(self.reports)))
+        return end
 
 
 def test_our_router_hears_what_became_of_each_turn() -> None:
@@ -213,6 +221,25 @@ def test_our_router_hears_what_became_of_each_turn() -> None:
     _run(lambda: _loop(client, FakeEnvironment()))
     assert all(request["sampling_params"]["extra_args"]["makespan"]["reported"] for request in client.requests)
     assert client.reports == [("g_1|0", 6 + 2, 3, 4), ("g_1|1", (6 + 2 + 6) + 2, 3, 4)]
+
+
+@pytest.mark.parametrize(("threatens", "returning"), [(False, 0), (True, -1)])
+def test_where_vllm_orders_by_priority_turns_under_way_go_first_and_what_will_be_late_before_them(
+    threatens: bool, returning: int
+) -> None:
+    client, told = FakeClient("one <end>", "done <end>"), Told()
+    told.threatens = lambda trajectory_id: threatens and trajectory_id == "g_1"  # type: ignore[method-assign]
+
+    def made(**rollout: Any) -> Any:
+        loop = _loop(client, FakeEnvironment(), rollout=rollout)
+        loop._reporter = lambda *_: told
+        return loop
+
+    _run(lambda: made(scheduling_policy="priority"))
+    assert [request["priority"] for request in client.requests] == [1, returning]
+    client = FakeClient("one <end>", "done <end>")
+    _run(lambda: made(scheduling_policy="fcfs"))  # the control: there vLLM refuses a priority
+    assert [request.get("priority") for request in client.requests] == [None, None]
 
 
 class Told(Unreported):
@@ -376,6 +403,10 @@ class Door(Unreported):
         self.waited_at = asyncio.Event()
         self.parks = True
         self.caches: list[tuple[int, int, int]] = []
+        self.replicas: list[int] = []
+
+    def resized(self, replicas: int) -> None:
+        self.replicas.append(replicas)
 
     def served(self, *cache: int) -> None:
         self.caches.append(cache)  # type: ignore[arg-type]
@@ -429,6 +460,7 @@ def test_admission_hears_what_a_returning_turn_found_unless_it_was_parked(parks:
     _run(lambda: _behind(door, client, FakeEnvironment(), admission=admission))
     # The first turn computed 6 + 2 - 1 tokens, of which the second found 3.
     assert door.caches == ([] if parks else [(7, 3, 0)])
+    assert door.replicas == [9, 8]  # as the router says
 
 
 def test_waiting_for_admission_is_on_its_own_account_and_not_on_the_deadlines() -> None:

@@ -177,6 +177,33 @@ def test_while_the_coordinator_is_dead_keys_stand_and_then_it_hears_of_everyone(
     asyncio.run(play())
 
 
+def test_a_worker_hears_which_of_its_chains_will_be_late() -> None:
+    """Fifteen chains that end after two turns; the sixteenth goes on beside one slot that is nearly out of work."""
+
+    async def play() -> None:
+        line = Line()
+        reporter, _ = reporting(line)
+        for name in map(str, range(16)):
+            reporter.join(f"{name}#0", name, "env")
+            for turns in range(2):
+                turn(reporter, f"{name}#0", turns)
+                reporter.acted(f"{name}#0", 1.0)
+        await reporter.exchange()
+        assert not reporter.threatens("15#0")
+        for name in map(str, range(15)):
+            reporter.end(f"{name}#0", counts=True)
+        for turns in range(2, 12):
+            turn(reporter, "15#0", turns)
+            reporter.acted("15#0", 30.0)
+        await reporter.exchange()
+        assert reporter.threatens("15#0")
+        assert not reporter.threatens("0#0")
+        reporter.end("15#0", counts=True)
+        assert not reporter.threatens("15#0")
+
+    asyncio.run(play())
+
+
 def test_an_exchange_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter_module, "EXCHANGE_TIMEOUT_S", 0.05)
 

@@ -224,7 +224,7 @@ def test_a_turn_came_back_if_its_replica_is_the_last_ones_and_has_lost_nothing(m
 
     async def take(turn: int, version: int) -> None:
         await router.acquire_server(f"t|{turn}", _facts("t", turn, reported=True))
-        came_back.append(await router.turn_over(f"t|{turn}", 100, 50, version))
+        came_back.append((await router.turn_over(f"t|{turn}", 100, 50, version)).came_back)
 
     async def play() -> None:
         await take(0, 4)
@@ -239,6 +239,26 @@ def test_a_turn_came_back_if_its_replica_is_the_last_ones_and_has_lost_nothing(m
 
     asyncio.run(play())
     assert came_back == [False, True, False, True, False, True, False]
+
+
+def test_whoever_reports_a_turn_hears_how_many_replicas_there_are() -> None:
+    router = TrajectoryRouter({"a": 1, "b": 2}, {})
+    counts = []
+
+    async def take(turn: int) -> None:
+        await router.acquire_server(f"t|{turn}", _facts("t", turn, reported=True))
+        counts.append((await router.turn_over(f"t|{turn}", 100, 50, 4)).replicas)
+
+    async def play() -> None:
+        await take(0)
+        await router.remove_servers(["a"])
+        await take(1)
+        await router.add_servers({"c": 3, "d": 4})
+        await take(2)
+        counts.append((await router.turn_over("t|2", 100, 50, 4)).replicas)  # told twice
+
+    asyncio.run(play())
+    assert counts == [2, 1, 3, 3]
 
 
 def test_a_clearing_of_sticky_placements_goes_with_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:

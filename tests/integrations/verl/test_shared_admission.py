@@ -155,6 +155,21 @@ def test_contexts_of_all_workers_decide_who_is_parked_and_goes_on() -> None:
     assert coordinator.status()["parked"] == 0
 
 
+def test_replicas_that_leave_and_come_back_take_their_memory_with_them() -> None:
+    coordinator, _ = shared(job("parking", None, memory=BLOCKS, replicas=2))
+    assert enter(coordinator, "one", "abc") == ["a", "b", "c"]
+    for name in "abc":
+        assert going(coordinator, "one", [], {name: 600}, replicas=2) == [name]  # 1,800 of 1,900
+    going(coordinator, "one", [], replicas=1)
+    assert coordinator.status()["admitted"] == 3
+    assert going(coordinator, "one", [], {"c": 600}, replicas=1) == []
+    assert going(coordinator, "one", [], {"a": 600}, replicas=1) == ["a"]  # one goes on with 600 of 950
+    going(coordinator, "two", [], replicas=2)  # the other worker hears first that one is back
+    assert going(coordinator, "one", [], replicas=1) == ["c"]  # 1,800 of 1,800; an old number is no news
+    assert coordinator.status()["parked"] == 0
+    assert going(coordinator, "one", [], {"a": 750}, replicas=2) == ["a"]
+
+
 def test_a_new_actor_counts_the_contexts_of_who_runs() -> None:
     coordinator, clock = shared(PARKING)
     going(coordinator, "one", [chain("a", running=True, tokens=920)], answered=True)
@@ -284,6 +299,24 @@ def test_a_parked_trajectory_is_no_load_and_goes_on_when_there_is_room() -> None
         await worker.end("a")
         await worker.exchange()
         assert (worker.working, worker.parked) == (["b"], ["b"])
+
+    asyncio.run(play())
+
+
+def test_a_worker_passes_on_how_many_replicas_there_are() -> None:
+    async def play() -> None:
+        worker = Worker(Line(job("parking", None, memory=BLOCKS, replicas=2)))
+        await worker.enter("ab")
+        await worker.exchange()
+        worker.reporter.resized(1)
+        await worker.reach("a", 600)
+        await worker.reach("b", 400)  # 1,000 of 950, which two replicas would hold
+        await worker.exchange()
+        assert (worker.working, worker.parked) == (["a"], ["b"])
+        worker.reporter.resized(2)
+        await worker.exchange()
+        await worker.exchange()
+        assert worker.working == ["a", "b"]
 
     asyncio.run(play())
 
