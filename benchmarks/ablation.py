@@ -28,10 +28,10 @@ RUNGS = ("coupled", "+parking", "+routing", "+caas", "+history", "oracle")
 UNIT_TOKENS = "96"
 """Calibration prompts are 1 to 12 times as long: about the contexts of these workloads."""
 
-ENDS = ("coupled", "+parking", "+history", "oracle")
+ENDS = ("coupled", "+parking", "+history")
 
-MEMORY = ("coupled", "+parking", "+history", "-parking", "-routing")
-"""What memory decides."""
+MEMORY = ("coupled", "+history", "-parking", "-routing")
+"""What memory decides: everything, admitting everybody, sticky least-in-flight."""
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -50,21 +50,27 @@ def _scaled(regime: str, tokens: str, times: str, *more: str) -> tuple[str, ...]
 
 WORKLOADS = (
     Workload("bfcl", "short function calls, few slots", _scaled("bfcl", "0.2", "0.2")),
-    Workload("search", "few turns with long results", _scaled("search", "0.05", "0.2"), ENDS),
-    Workload("lognormal-0.5", "turns that differ moderately", _scaled("lognormal-0.5", "0.02", "0.04"), ENDS),
-    Workload("swe", "repository repair", _scaled("swe", "0.01", "0.015"), ENDS),
-    Workload(
-        "scarce memory",
-        "lognormal-0.5 with 60 cache blocks a replica",
-        _scaled("lognormal-0.5", "0.05", "0.03", "--num-blocks", "60"),
-        MEMORY,
-    ),
+    Workload("search", "few turns with long results", _scaled("search", "0.05", "0.2"), (*ENDS, "oracle")),
     Workload(
         "slots for all",
         "bfcl with a slot for every trajectory: nothing to win",
         _scaled("bfcl", "0.2", "0.2", "--slots", "32"),
-        ("coupled", "+parking", "+history"),
+        ENDS,
     ),
+    Workload(
+        "scarce search",
+        "search with 40 cache blocks a replica",
+        _scaled("search", "0.1", "0.2", "--num-blocks", "40"),
+        MEMORY,
+    ),
+    Workload(
+        "scarce lognormal-0.5",
+        "lognormal-0.5 with 40 cache blocks a replica",
+        _scaled("lognormal-0.5", "0.05", "0.03", "--num-blocks", "40"),
+        MEMORY,
+    ),
+    Workload("lognormal-0.5", "turns that differ moderately", _scaled("lognormal-0.5", "0.02", "0.04"), ENDS),
+    Workload("swe", "repository repair", _scaled("swe", "0.01", "0.015"), ENDS),
 )
 
 
