@@ -89,6 +89,7 @@ async def train(out: Path, overrides: list[str], *, environment: str, loops: Pat
                 "OMP_NUM_THREADS": "1",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
+                "MAKESPAN_VLLM_SPIN_S": "0.002",  # replica and trainer share the cores
             }
             return await asyncio.to_thread(_run_verl, out, overrides, variables, limit_s)
 
