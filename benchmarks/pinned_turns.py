@@ -45,7 +45,7 @@ class Way(msgspec.Struct, kw_only=True):
 
     seconds: list[float] = []
     computed_tokens: list[int] = []
-    """Of all prompts."""
+    """Of all prompts; vLLM counts only the first prompt of a request that goes on."""
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -183,8 +183,7 @@ def describe(part: Part) -> str:
     text += f"{statistics.median(part.cached.computed_tokens):,.0f} prompt tokens computed"
     if part.pinned is not None:
         ratios = [a / b for a, b in zip(part.pinned.seconds, part.cached.seconds, strict=True)]
-        text += f"; pinned {statistics.median(part.pinned.seconds):.1f} s, "
-        text += f"{statistics.median(part.pinned.computed_tokens):,.0f}; time ratio {statistics.median(ratios):.2f}"
+        text += f"; pinned {statistics.median(part.pinned.seconds):.1f} s; time ratio {statistics.median(ratios):.2f}"
         text += f" ({min(ratios):.2f} to {max(ratios):.2f})"
     return text
 
