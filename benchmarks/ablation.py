@@ -58,6 +58,18 @@ WORKLOADS = (
         ENDS,
     ),
     Workload(
+        "long swe",
+        "swe with contexts of up to 2,400 tokens and 36 cache blocks a replica",
+        _scaled("swe", "0.04", "0.01", "--chains", "12", "--num-blocks", "36"),
+        MEMORY,
+    ),
+    Workload(
+        "long lognormal-1.5-cap100",
+        "lognormal-1.5-cap100 with contexts of up to 3,100 tokens and 36 cache blocks a replica",
+        _scaled("lognormal-1.5-cap100", "0.05", "0.03", "--chains", "24", "--num-blocks", "36"),
+        MEMORY,
+    ),
+    Workload(
         "scarce search",
         "search with 40 cache blocks a replica",
         _scaled("search", "0.1", "0.2", "--num-blocks", "40"),

@@ -30,8 +30,8 @@ REPETITIONS = 5
 
 Shape = tuple[int, int, int]
 
-FIT: tuple[Shape, ...] = ((1, 1, 1), (1, 4, 1), (1, 12, 1), (1, 1, 48), (1, 8, 48), (4, 2, 48), (8, 1, 48), (8, 6, 48))
-JUDGE: tuple[Shape, ...] = ((1, 2, 1), (1, 7, 1), (1, 4, 32), (2, 3, 64), (3, 5, 32), (6, 2, 32))
+FIT: tuple[Shape, ...] = ((1, 1, 1), (1, 4, 1), (1, 12, 1), (1, 1, 48), (1, 8, 48), (4, 2, 48), (8, 6, 48), (16, 1, 48))
+JUDGE: tuple[Shape, ...] = ((1, 2, 1), (1, 7, 1), (1, 4, 32), (2, 3, 64), (3, 5, 32), (6, 2, 32), (12, 2, 32))
 """Sequences, prompt (in `--unit-tokens`), generated tokens. The two sets share neither a prompt's length with the same
 concurrency nor, but for one sequence, a concurrency."""
 
@@ -69,7 +69,7 @@ def run_calibrate(options: argparse.Namespace, console: Console) -> int:
     config = HostConfig(
         model=str(model),
         max_model_len=options.unit_tokens * 12 + 64,
-        max_num_seqs=8,
+        max_num_seqs=max(sequences for sequences, _, _ in FIT),
         kv_cache_bytes=None if gib is None else int(gib * 2**30),
         max_num_batched_tokens=options.max_num_batched_tokens,
         prefix_caching=True,  # as in a run; no two probes share a prefix
