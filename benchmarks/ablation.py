@@ -25,9 +25,6 @@ from makespan.commands.figure import Bar, write_figure
 RUNGS = ("coupled", "+parking", "+routing", "+caas", "+history", "oracle")
 """Those of the table and the figure; the others are in the JSON."""
 
-UNIT_TOKENS = "96"
-"""Calibration prompts are 1 to 12 times as long: about the contexts of these workloads."""
-
 ENDS = ("coupled", "+parking", "+history")
 
 MEMORY = ("coupled", "+history", "-parking", "-routing")
@@ -82,6 +79,7 @@ WORKLOADS = (
         MEMORY,
     ),
     Workload("lognormal-0.5", "turns that differ moderately", _scaled("lognormal-0.5", "0.02", "0.04"), ENDS),
+    Workload("lognormal-1", "turns that differ much", _scaled("lognormal-1", "0.01", "0.03"), ENDS),
     Workload("swe", "repository repair", _scaled("swe", "0.01", "0.015"), ENDS),
 )
 
@@ -157,7 +155,6 @@ def main() -> int:
         if calibration is None:
             calibration = directory / "calibration.json"
             command = [sys.executable, "-m", "makespan", "calibrate", "embedded", "--replicas", "2"]
-            command += ["--unit-tokens", UNIT_TOKENS]
             subprocess.run([*command, "--out", str(calibration)], check=True, stdout=sys.stderr)
         document["calibration"] = msgspec.json.decode(calibration.read_bytes())
         for workload in workloads:
