@@ -10,11 +10,11 @@ import pytest
 
 from makespan.cli import main
 from makespan.commands.ablate import order_agreement
-from makespan.commands.ablate_replay import Replayed, at_speed
+from makespan.commands.ablate_replay import DRAWS, Replayed, at_speed, expected_s
 from makespan.rollout.replay.trace import Trace, TraceHeader, write_trace
 from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.resources.calibration import Calibration, Measured, Probe
-from makespan.rollout.simulation.batch import Hardware
+from makespan.rollout.simulation.batch import Hardware, Policies
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.ladder import Outcome
 from makespan.rollout.telemetry.merge import merge
@@ -104,6 +104,17 @@ def test_a_batch_on_slower_cores_is_simulated_on_slower_cores():
     assert slower.cost.chunk_tokens == 100
     assert at_speed(hardware, None, 0.002) == hardware
     assert at_speed(hardware, 0.003, None) == hardware
+
+
+def test_what_a_tie_decides_is_simulated_more_than_once():
+    """Two replicas that serve one at a time, chains of 10, 1, 10 and 1 s: the third one's replica is a tie, and the
+    batch takes 20 s if that is the first one's and 11 s if not."""
+    chains = tuple(recording(f"{n}", f"{n}", 5, (tokens, 0, None)) for n, tokens in enumerate((10, 1, 10, 1)))
+    cost = InferenceCost(step_s=1.0, sequence_s=0.0, context_s=0.0, prefill_s=0.0)
+    hardware = Hardware(replicas=2, replica=ReplicaHardware(cost=cost, max_sequences=1), slots=1)
+    expected = expected_s(Trace(TraceHeader(), chains), hardware, Policies(), 3, lambda: None)
+    assert 11.0 < expected < 20.0
+    assert (expected - 11.0) / 9.0 * DRAWS == pytest.approx(round((expected - 11.0) / 9.0 * DRAWS))
 
 
 def test_only_differences_beyond_the_noise_judge_the_simulation():
