@@ -22,7 +22,7 @@ import msgspec
 
 from makespan.commands.figure import Bar, write_figure
 
-RUNGS = ("coupled", "+parking", "+routing", "+caas", "+history", "oracle")
+RUNGS = ("coupled", "+parking", "+routing", "+caas", "+history", "-parking", "-routing", "oracle")
 """Those of the table and the figure; the others are in the JSON."""
 
 ENDS = ("coupled", "+parking", "+history")
