@@ -16,8 +16,7 @@ import os
 from typing import Any
 
 from makespan.rollout.errors import ConfigError
-
-VARIABLE = "MAKESPAN_VLLM_SPIN_S"
+from makespan.rollout.replicas.wire import SPIN_VARIABLE
 
 RECHECK_MS = 5
 """A sleeper is woken by a message, and looks by itself this often: vLLM 0.30 loses some of the wake-up calls, and would
@@ -26,7 +25,7 @@ otherwise look again after 5 seconds."""
 
 def register() -> None:
     """What vLLM calls. Raises `ConfigError` for a value that is no time."""
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(SPIN_VARIABLE)
     if text is None:
         return
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -41,7 +40,7 @@ def spin_seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise ConfigError(f"{VARIABLE} must be seconds, 0 or more, not {text!r}")
+        raise ConfigError(f"{SPIN_VARIABLE} must be seconds, 0 or more, not {text!r}")
     return seconds
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from makespan.integrations.vllm_plugin import VARIABLE as SPIN_VARIABLE
 from makespan.rollout.replicas.base import Completion, ReplicaLoad, Request, Sampling, StopReason
 from makespan.rollout.replicas.process_group import shared_memory_of, unlink_shared_memory
 from makespan.rollout.replicas.wire import (
+    SPIN_VARIABLE,
     Abort,
     Acknowledged,
     Done,

@@ -13,6 +13,9 @@ import msgspec
 
 from makespan.rollout.replicas.base import Completion, ReplicaLoad, Request
 
+SPIN_VARIABLE = "MAKESPAN_VLLM_SPIN_S"
+"""Tells the processes of a vLLM engine how many seconds to spin before they sleep (`integrations/vllm_plugin.py`)."""
+
 _LENGTH = struct.Struct(">I")
 
 
