@@ -6,7 +6,8 @@
 Each workload is `makespan ablate … --replay`: the same batches under every combination of policies, on two vLLM
 replicas and a real environment server, with lengths and times that are given, made small enough for two cores (its
 arguments say how). The costs of inference are measured first, with prompts that no batch has, and every batch is also
-simulated with them. The long form takes more than an hour and wants the machine for itself; the quick one minutes.
+simulated with them. The long form takes about an hour for each of its `--seeds` and wants the machine for itself; the
+quick one minutes.
 """
 
 from __future__ import annotations

@@ -231,6 +231,3 @@ def test_with_verls_reward_function_the_loop_leaves_the_reward_to_it_and_reports
     assert output.reward_score is None
     assert output.extra_fields["environment_reward"] == 1.0
     assert "reward_extra_info" not in output.extra_fields
-
-
-# --- admission -------------------------------------------------------------------------------------------------------
