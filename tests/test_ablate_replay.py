@@ -46,6 +46,8 @@ def calibrated(path: Path) -> str:
 
 @pytest.mark.vllm
 def test_rungs_replay_the_same_batch_on_the_same_engine(tmp_path, capsys, embedded_model):
+    """Protects the ablation as a user runs it: engines start once, every rung replays the same work, the simulation and
+    its report stand beside it. It takes a minute, as it starts an engine of its own."""
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, Trace(TraceHeader(), RECORDED))
     arguments = ["ablate", str(trace), "--replay", "--rungs", "coupled,+parking,+history,cut", "--seeds", "2"]
