@@ -40,6 +40,8 @@ class Workload(msgspec.Struct, frozen=True):
     arguments: tuple[str, ...]
     rungs: tuple[str, ...] | None = None
     """None: all of the ablation."""
+    from_sessions: bool = False
+    """Whether it is made of recorded sessions, which are not shipped."""
 
 
 def _scaled(regime: str, tokens: str, times: str, *more: str) -> tuple[str, ...]:
@@ -68,6 +70,20 @@ WORKLOADS = (
         MEMORY,
     ),
     Workload(
+        "long capped sessions",
+        "sessions of at most 60 turns, contexts of up to 3,300 tokens and 36 cache blocks a replica",
+        _scaled("coding-sessions-cap60", "0.03", "0.02", "--chains", "16", "--num-blocks", "36"),
+        MEMORY,
+        from_sessions=True,
+    ),
+    Workload(
+        "long sessions",
+        "sessions with contexts of up to 5,600 tokens and 36 cache blocks a replica",
+        _scaled("coding-sessions", "0.02", "0.02", "--chains", "16", "--num-blocks", "36"),
+        MEMORY,
+        from_sessions=True,
+    ),
+    Workload(
         "scarce search",
         "search with 40 cache blocks a replica",
         _scaled("search", "0.1", "0.2", "--num-blocks", "40"),
@@ -91,6 +107,8 @@ def ablate(workload: Workload, calibration: Path, options: argparse.Namespace, d
     command = [sys.executable, "-m", "makespan", "ablate", *workload.arguments, "--replay", "--json", str(out)]
     command += ["--seeds", str(options.seeds), "--calibration", str(calibration)]
     command += ["--runs-directory", str(directory), "--name", workload.name]
+    if workload.from_sessions:
+        command += ["--sessions", str(options.sessions)]
     rungs = options.rungs or (workload.rungs and ",".join(workload.rungs))
     if rungs:
         command += ["--rungs", rungs]
@@ -137,6 +155,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one workload, three rungs, one batch")
     parser.add_argument("--seeds", type=int, default=3, help="batches of a workload (default: 3)")
     parser.add_argument("--workloads", help=f"only these, separated by commas: {', '.join(w.name for w in WORKLOADS)}")
+    parser.add_argument("--sessions", type=Path, help="recorded sessions; without them two workloads are left out")
     parser.add_argument("--rungs", help="only these, separated by commas; the first must be `coupled`")
     parser.add_argument("--calibration", type=Path, help="costs from `makespan calibrate embedded --replicas 2`")
     parser.add_argument("--json", type=Path, help="write everything, with machine and commit")
@@ -145,7 +164,7 @@ def main() -> int:
     names = [w.name for w in WORKLOADS] if options.workloads is None else options.workloads.split(",")
     if unknown := set(names) - {w.name for w in WORKLOADS}:
         parser.error(f"--workloads: unknown {', '.join(sorted(unknown))}")
-    workloads = [w for w in WORKLOADS if w.name in names]
+    workloads = [w for w in WORKLOADS if w.name in names and (options.sessions or not w.from_sessions)]
     if options.quick:
         workloads, options.seeds, options.rungs = workloads[:1], 1, "coupled,+parking,+history"
     results: dict[str, dict[str, Any]] = {}
