@@ -163,9 +163,10 @@ def make_admission(
     *,
     memory: ReplicaMemory | None = None,
     replicas: int = 1,
+    reference: int | None = None,
 ) -> Admission:
     """The shell around the policy of this name; see `make_policy`."""
-    return Admission(make_policy(name, concurrency, order, memory=memory, replicas=replicas))
+    return Admission(make_policy(name, concurrency, order, memory=memory, replicas=replicas, reference=reference))
 
 
 def make_policy(
@@ -175,20 +176,28 @@ def make_policy(
     *,
     memory: ReplicaMemory | None = None,
     replicas: int = 1,
+    reference: int | None = None,
 ) -> AdmissionPolicy:
     """The policy of this name; trajectories start in `order`, by default in that of their arrival.
 
     Args:
         memory, replicas: one replica's memory and how many there are, for `parking`.
+        reference: how many trajectories that memory is meant for, for `parking`.
 
-    Raises `ConfigError` for an unknown name, and for parking without a memory.
+    Raises `ConfigError` for an unknown name, for parking without a memory, and for a reference without parking.
     """
     if name == PARKING:
         if memory is None:
             raise ConfigError(
                 "admission.policy: 'parking' has to know the replicas' memory, and this back end does not say"
             )
-        return Parking(concurrency, order, memory=memory, replicas=replicas, correction=CacheCorrection())
+        correction = CacheCorrection()
+        return Parking(concurrency, order, memory=memory, replicas=replicas, reference=reference, correction=correction)
+    if reference is not None:
+        raise ConfigError(
+            f"admission.reference: only 'parking' goes by it, so it must be null with {name!r}, not {reference}; "
+            "a limit for every policy is admission.concurrency"
+        )
     if name not in ADMISSION:
         raise ConfigError(f"admission.policy: unknown policy {name!r}{nearest(name, POLICIES)}")
     return ADMISSION[name](concurrency, order)

@@ -90,7 +90,10 @@ class AdmissionConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     """`parking` (as many at work as fit into the replicas' memory), or a baseline: `fixed` (a number alone),
     `everything`, `coupled`."""
     concurrency: Count | None = 16
-    """Trajectories that run at once at most; null: as many as there are, or as fit."""
+    """Trajectories that run at once at most, parked ones included; null: as many as there are, or as fit."""
+    reference: Count | None = None
+    """For `parking`: so many trajectories the memory of all replicas is meant for (`makespan plan` says it for one). No
+    more start, unless lengths are so alike that all advance evenly; null: no such limit."""
     order: str = "forecast"
     """Who starts next: `forecast` (what the coordinator expects to take longest) or `arrival`."""
 

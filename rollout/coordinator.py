@@ -49,6 +49,11 @@ PRIOR_TURN_S = 1.0
 MAX_SUPPORT = 4096
 """Longest length that the forecast tells apart, in steps."""
 MIN_SUPPORT = 64
+LONGEST_SHARE = 0.25
+ALIKE = 0.15
+"""Lengths are alike if the chains that reach the upper quartile of the lengths go on for less than this share of a new
+chain's expected steps: it is 0 where a turn cap ends a quarter of the chains, 0.10 to 0.13 where a token budget ends
+most, 0.5 for a lognormal of deviation 0.5, and above 1 for a long tail without a cap."""
 GROWTH = 4
 """Without a turn cap the forecast reaches to so many times the longest chain that was seen."""
 
@@ -256,8 +261,15 @@ class Coordinator:
 
     def predicts(self) -> bool:
         """Whether earlier epochs' records of prompts are used: there are some here, and they predicted well."""
-        trusted = self._prompt_history and self.history.predicts()
-        return trusted and any(group in self.history.prompts for group in self._chains.groups)
+        if self._stale:
+            self._renew()
+        return bool(self._records)
+
+    def lengths_alike(self) -> bool:
+        """Whether most chains end at about the same length, as far as is known."""
+        if self._stale:
+            self._renew()
+        return self._alike
 
     # The forecast
 
@@ -296,6 +308,7 @@ class Coordinator:
         watched = ~chains.counted & (chains.turns > 0)
         mass = kaplan_meier(ended, np.bincount(lengths[watched], minlength=support + 1).astype(np.float64))
         everyone = Tails(mass[None, :])
+        self._alike = _alike(everyone)
         weight, total = self._observations(everyone, lengths)
         own = np.flatnonzero(weight > 0)
         self._rows: Ints = np.zeros(len(chains.groups), dtype=np.int64)
@@ -384,6 +397,13 @@ class Coordinator:
         late = self._tails.tardiness(self._rows[chains.group[numbers]], chains.turns[numbers], due, cut)
         found: Floats = turn_s * late
         return found
+
+
+def _alike(everyone: Tails) -> bool:
+    """Whether the longest quarter is hardly longer than its shortest one; row 0 of `everyone` has all chains."""
+    survival, excess = everyone.survival[0], everyone.excess[0]
+    quartile = int(np.argmax(survival <= LONGEST_SHARE))
+    return bool(excess[quartile] < ALIKE * LONGEST_SHARE * excess[0])
 
 
 def _blend(spent: Floats, turns: Floats, before: float | None, prior: float) -> float:

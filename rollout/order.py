@@ -35,6 +35,10 @@ class AdmissionOrder(Protocol):
         """The one to start now; it waits no longer. Raises `IndexError` when nobody waits."""
         ...
 
+    def evenly(self) -> bool:
+        """Whether those that have come least far should go on first, where memory does not hold all of them."""
+        ...
+
     def __len__(self) -> int: ...
 
 
@@ -54,6 +58,9 @@ class ArrivalOrder:
         if not self._waiting:
             raise IndexError("nobody waits")
         return self._waiting.popitem(last=False)[0]
+
+    def evenly(self) -> bool:
+        return False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -96,6 +103,9 @@ class ForecastOrder:
         self._started[group] += 1
         self._leave(group, trajectory_id)
         return trajectory_id
+
+    def evenly(self) -> bool:
+        return self._coordinator.lengths_alike() and not self._coordinator.predicts()
 
     def __len__(self) -> int:
         return len(self._group_of)
@@ -149,8 +159,16 @@ class OracleOrder:
                 return trajectory_id
         raise IndexError("nobody waits")
 
+    def evenly(self) -> bool:
+        return False
+
     def __len__(self) -> int:
         return len(self._waiting)
+
+
+def smaller_limit(concurrency: int | None, reference: int | None) -> int | None:
+    """How many are to run at once, by a limit and by what memory is meant for; None: nobody says."""
+    return min((number for number in (concurrency, reference) if number is not None), default=None)
 
 
 ORDERS = ("arrival", "forecast", "oracle")

@@ -8,6 +8,12 @@ before anybody new starts, once all fit again with a little to spare. One trajec
 goes on whatever the limit. The newest give way because the oldest are nearest to their end, which is when memory comes
 back for good.
 
+**Evenly, where lengths are alike.** If most trajectories end at about the same length, at a cap of turns or tokens,
+then whoever starts last ends last, by nearly a whole trajectory. Where the order says so (`AdmissionOrder.evenly`), all
+start, and those that have come least far go first: who has reached another *level* (10, 20, 40 … turns) gives way to
+whoever has not and is kept out. Each does so at most once a level, so that its prompt is computed again a few times in
+all. Where lengths differ this would be wrong: a long trajectory that waits for the short ones ends after all of them.
+
 **The limit** begins at `LIMIT_SHARE` of all replicas' memory, and is corrected by what the caches are seen to do
 (`CacheCorrection`). How much may be overbooked cannot be said beforehand: where trajectories wait long for their
 environments they miss their caches little and a recomputed prompt costs little beside the wait, and where they do
@@ -22,12 +28,14 @@ import heapq
 from makespan.rollout.admission_policy import AdmissionStatistics
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.memory import ReplicaMemory
-from makespan.rollout.order import AdmissionOrder, ArrivalOrder
+from makespan.rollout.order import AdmissionOrder, ArrivalOrder, smaller_limit
 
 LIMIT_SHARE = 0.95
 """Of the memory: the rest is for what finished trajectories leave behind, and for replicas that are unequally full."""
 HYSTERESIS = 0.05
 """A paused trajectory goes on only when so much of the memory stays free, or it would be paused again a turn later."""
+FIRST_LEVEL = 10
+"""Turns of the first level; each further one is as long as all before it. 20 was no different."""
 
 
 class CacheCorrection:
@@ -84,9 +92,10 @@ class Parking:
     """An admission policy: at most `concurrency` trajectories, and as many of them at work as fit into memory.
 
     Args:
-        concurrency: the reference (None: no limit but the memory).
+        concurrency: the most that are admitted at once, parked ones included (None: no limit but the memory).
         memory: of one replica.
         replicas: how many there are.
+        reference: so many the memory is meant for: no more start, unless trajectories advance evenly (None: no limit).
         correction: None: the limit stays at `LIMIT_SHARE`.
     """
 
@@ -97,28 +106,34 @@ class Parking:
         *,
         memory: ReplicaMemory,
         replicas: int,
+        reference: int | None = None,
         correction: CacheCorrection | None = None,
     ) -> None:
-        if concurrency is not None and concurrency < 1:
-            raise ConfigError(f"admission.concurrency must be at least 1 or null for no limit, not {concurrency}")
+        for name, number in (("concurrency", concurrency), ("reference", reference)):
+            if number is not None and number < 1:
+                raise ConfigError(f"admission.{name} must be at least 1 or null for no limit, not {number}")
         if memory.capacity < 1 or replicas < 1:
             raise ConfigError(
                 f"admission.policy 'parking' needs the memory of the replicas, not {memory.capacity} on {replicas}"
             )
         self._concurrency = concurrency
+        self._reference = reference
         self._waiting = ArrivalOrder() if order is None else order
         self._memory = memory
         self._replicas = replicas
         self._correction = correction
         self._admissions = 0
         self._number: dict[str, int] = {}  # of all admitted ones, by the order of their admission
+        self._turns: dict[str, int] = {}  # inferences that they have asked for
         self._held: dict[str, int] = {}  # by their contexts
         self._active: dict[str, None] = {}
         self._booked = 0  # held by the active ones
         self._parked: set[str] = set()
-        # Heaps with entries that may be out of date: an entry counts if the trajectory is (not) active now.
-        self._newest: list[tuple[int, str]] = []
-        self._paused: list[tuple[int, str]] = []
+        self._evenly = False
+        # Heaps with entries that may be out of date: an entry counts if the trajectory is (not) active now, and has
+        # this rank. The last active one gives way first, the first paused one goes on first.
+        self._last: list[tuple[int, int, str]] = []
+        self._paused: list[tuple[int, int, str]] = []
         self.pauses = 0
         """How often a trajectory was paused so far."""
 
@@ -129,19 +144,24 @@ class Parking:
 
     def start(self) -> list[str]:
         going: list[str] = []
-        room = self._limit() - HYSTERESIS * self._capacity()
-        while (paused := self._first_paused()) is not None:
-            if self._active and self._booked + self._held[paused] > room:
+        if len(self._waiting) or len(self._active) < len(self._number):
+            self._advance_evenly(self._waiting.evenly())
+        room = self._room()
+        while True:
+            paused = self._first_paused()
+            if paused is not None and not (self._level(paused) and self._may_start()):
+                if self._active and self._booked + self._held[paused] > room:
+                    return going
+                self._activate(paused)
+                if paused in self._parked:
+                    self._parked.remove(paused)
+                    going.append(paused)
+            elif self._may_start() and (not self._active or self._booked <= room):
+                trajectory_id = self._waiting.next()
+                self._take_in(trajectory_id)
+                going.append(trajectory_id)
+            else:
                 return going
-            self._activate(paused)
-            if paused in self._parked:
-                self._parked.remove(paused)
-                going.append(paused)
-        while len(self._waiting) and self._admits(room):
-            trajectory_id = self._waiting.next()
-            self._take_in(trajectory_id)
-            going.append(trajectory_id)
-        return going
 
     def adopt(self, trajectory_id: str) -> None:
         self._waiting.withdraw(trajectory_id)
@@ -155,7 +175,13 @@ class Parking:
         if trajectory_id in self._active:
             self._booked += held - self._held[trajectory_id]
         self._held[trajectory_id] = held
+        level = self._level(trajectory_id)
+        self._turns[trajectory_id] += 1
+        if self._level(trajectory_id) != level:
+            self._file(trajectory_id)
         self._pause()
+        if trajectory_id in self._active and self._keeps_out(trajectory_id):
+            self._give_way(trajectory_id)
         if trajectory_id in self._active:
             return True
         self._parked.add(trajectory_id)
@@ -163,17 +189,15 @@ class Parking:
 
     def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
         if self._correction is not None:
-            kept_out = len(self._active) < len(self._number) or (
-                len(self._waiting) > 0 and (self._concurrency is None or len(self._number) < self._concurrency)
-            )
+            kept_out = len(self._active) < len(self._number) or self._may_start()
             self._correction.observe(expected_tokens, cached_tokens, preemptions, len(self._active), kept_out)
 
     def finish(self, trajectory_id: str) -> None:
         self._waiting.withdraw(trajectory_id)
-        if self._number.pop(trajectory_id, None) is not None:
+        if trajectory_id in self._number:
             if trajectory_id in self._active:
                 self._deactivate(trajectory_id)
-            del self._held[trajectory_id]
+            del self._number[trajectory_id], self._held[trajectory_id], self._turns[trajectory_id]
             self._parked.discard(trajectory_id)
 
     def resize(self, replicas: int) -> None:
@@ -181,7 +205,7 @@ class Parking:
         self._pause()
 
     def statistics(self) -> AdmissionStatistics:
-        return AdmissionStatistics(len(self._number), len(self._waiting), self._concurrency, len(self._parked))
+        return AdmissionStatistics(len(self._number), len(self._waiting), self._most(), len(self._parked))
 
     # Its parts
 
@@ -191,28 +215,51 @@ class Parking:
     def _limit(self) -> float:
         return (LIMIT_SHARE if self._correction is None else self._correction.share) * self._capacity()
 
-    def _admits(self, room: float) -> bool:
-        below = self._concurrency is None or len(self._number) < self._concurrency
-        return below and (not self._active or self._booked <= room)
+    def _room(self) -> float:
+        return self._limit() - HYSTERESIS * self._capacity()
+
+    def _most(self) -> int | None:
+        """How many may be admitted at once."""
+        return smaller_limit(self._concurrency, None if self._evenly else self._reference)
+
+    def _may_start(self) -> bool:
+        """Whether somebody new would start if there were room."""
+        most = self._most()
+        return len(self._waiting) > 0 and (most is None or len(self._number) < most)
+
+    def _keeps_out(self, trajectory_id: str) -> bool:
+        """Whether the memory keeps somebody out who has come less far."""
+        level = self._level(trajectory_id)
+        if not level or len(self._active) == 1:
+            return False
+        if self._may_start():
+            return self._booked > self._room()
+        paused = self._first_paused()
+        return paused is not None and self._level(paused) < level and self._booked + self._held[paused] > self._room()
 
     def _take_in(self, trajectory_id: str) -> None:
         self._admissions += 1
         self._number[trajectory_id] = self._admissions
+        self._turns[trajectory_id] = 0
         self._held[trajectory_id] = 0  # until it says how long its prompt is
         self._activate(trajectory_id)
 
     def _pause(self) -> None:
         while self._booked > self._limit() and len(self._active) > 1:
-            number, trajectory_id = heapq.heappop(self._newest)
-            if trajectory_id in self._active and self._number[trajectory_id] == -number:
-                self._deactivate(trajectory_id)
-                heapq.heappush(self._paused, (-number, trajectory_id))
-                self.pauses += 1
+            level, number, trajectory_id = heapq.heappop(self._last)
+            if trajectory_id in self._active and self._rank(trajectory_id) == (-level, -number):
+                self._give_way(trajectory_id)
+
+    def _give_way(self, trajectory_id: str) -> None:
+        self._deactivate(trajectory_id)
+        self._file(trajectory_id)
+        self.pauses += 1
 
     def _first_paused(self) -> str | None:
         while self._paused:
-            number, trajectory_id = self._paused[0]
-            if self._number.get(trajectory_id) == number and trajectory_id not in self._active:
+            level, number, trajectory_id = self._paused[0]
+            paused = trajectory_id in self._number and trajectory_id not in self._active
+            if paused and self._rank(trajectory_id) == (level, number):
                 return trajectory_id
             heapq.heappop(self._paused)
         return None
@@ -220,8 +267,33 @@ class Parking:
     def _activate(self, trajectory_id: str) -> None:
         self._active[trajectory_id] = None
         self._booked += self._held[trajectory_id]
-        heapq.heappush(self._newest, (-self._number[trajectory_id], trajectory_id))
+        self._file(trajectory_id)
 
     def _deactivate(self, trajectory_id: str) -> None:
         del self._active[trajectory_id]
         self._booked -= self._held[trajectory_id]
+
+    # Ranks
+
+    def _level(self, trajectory_id: str) -> int:
+        """How far it has come, where that counts."""
+        return (self._turns[trajectory_id] // FIRST_LEVEL).bit_length() if self._evenly else 0
+
+    def _rank(self, trajectory_id: str) -> tuple[int, int]:
+        return self._level(trajectory_id), self._number[trajectory_id]
+
+    def _file(self, trajectory_id: str) -> None:
+        """Enter it where it will be found by its rank."""
+        level, number = self._rank(trajectory_id)
+        if trajectory_id in self._active:
+            heapq.heappush(self._last, (-level, -number, trajectory_id))
+        else:
+            heapq.heappush(self._paused, (level, number, trajectory_id))
+
+    def _advance_evenly(self, evenly: bool) -> None:
+        if evenly != self._evenly:
+            self._evenly = evenly
+            self._last.clear()
+            self._paused.clear()
+            for trajectory_id in self._number:
+                self._file(trajectory_id)

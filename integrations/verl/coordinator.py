@@ -29,7 +29,7 @@ from makespan.rollout.chains import ChainState
 from makespan.rollout.coordinator import Coordinator
 from makespan.rollout.errors import MakespanError
 from makespan.rollout.history import History, read_history, write_history
-from makespan.rollout.order import make_order
+from makespan.rollout.order import make_order, smaller_limit
 
 logger = logging.getLogger(__name__)
 
@@ -268,9 +268,10 @@ def _admission(settings: AdmissionSettings, coordinator: Coordinator) -> Admissi
     return make_policy(
         settings.policy,
         settings.concurrency,
-        make_order(settings.order, coordinator, settings.concurrency),
+        make_order(settings.order, coordinator, smaller_limit(settings.concurrency, settings.reference)),
         memory=None if settings.memory is None else settings.memory.memory(),
         replicas=settings.replicas or 1,
+        reference=settings.reference,
     )
 
 

@@ -59,7 +59,10 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """`everything`: all at once, as verl does. `fixed`: at most `concurrency`. `parking`: as many at work as fit into
     the replicas' memory, asked again before every inference."""
     concurrency: Count | None = None
-    """Of all agent-loop workers together; null with `parking`: memory alone decides."""
+    """Of all agent-loop workers together, parked ones included; null with `parking`: memory alone decides."""
+    reference: Count | None = None
+    """For `parking`: so many trajectories the memory of all replicas is meant for (`makespan plan` says it for one). No
+    more start, unless lengths are so alike that all advance evenly; null: no such limit."""
     order: Literal["forecast", "arrival"] = "forecast"
     """Who starts next: what the coordinator expects to take longest, or first come, first served."""
     memory: MemorySettings | None = None
@@ -75,6 +78,11 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             )
         if self.policy == "fixed" and self.concurrency is None:
             raise ValueError("admission.policy 'fixed' needs admission.concurrency")
+        if self.policy != "parking" and self.reference is not None:
+            raise ValueError(
+                f"admission.reference: only 'parking' goes by it, so it must be null with {self.policy!r}, not "
+                f"{self.reference}"
+            )
         if self.policy == "parking" and (self.memory is None or self.replicas is None):
             raise ValueError(
                 "admission.policy 'parking' needs admission.memory (of one replica; `makespan plan MODEL --json PATH` "

@@ -19,7 +19,7 @@ from makespan.rollout.coordinator import RERANK_DISPATCHES, RERANK_INTERVAL_S, C
 from makespan.rollout.engine import RolloutEngine
 from makespan.rollout.history import History
 from makespan.rollout.memory import LinearMemory
-from makespan.rollout.order import make_order
+from makespan.rollout.order import make_order, smaller_limit
 from makespan.rollout.replay.agent import LengthConversation, TraceAgent
 from makespan.rollout.replay.environments import START, STEP, ReplayEnvironments
 from makespan.rollout.replay.plan import ENVIRONMENT, Plays, limits, plan
@@ -63,6 +63,8 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
 
     admission: str = "everything"
     concurrency: int | None = None
+    reference: int | None = None
+    """How many trajectories the memory is meant for, for `parking`."""
     routing: str = "sticky-least-inflight"
     scheduling: str = "fifo"
     order: str = "arrival"
@@ -164,7 +166,7 @@ async def _simulate(
         rerank_dispatches=policies.rerank_dispatches,
         rerank_interval_s=0.0 if policies.rerank_dispatches == 1 else RERANK_INTERVAL_S,
     )
-    order = make_order(policies.order, coordinator, policies.concurrency, knows)
+    order = make_order(policies.order, coordinator, smaller_limit(policies.concurrency, policies.reference), knows)
     overhead = hardware.replica.block_tokens - 1 + hardware.replica.state_tokens
     memory = LinearMemory(capacity=hardware.replica.kv_tokens, sequence=overhead)
     with EventLog(job.log_path, "engine", loop.time, header=HEADER) as events:
@@ -172,7 +174,12 @@ async def _simulate(
             replicas=replicas,
             router=make_router(policies.routing, list(replicas), random.Random(job.seed), memory=memory, cost=cost),
             admission=make_admission(
-                policies.admission, policies.concurrency, order, memory=memory, replicas=hardware.replicas
+                policies.admission,
+                policies.concurrency,
+                order,
+                memory=memory,
+                replicas=hardware.replicas,
+                reference=policies.reference,
             ),
             environments=environments,
             agent=TraceAgent(plays),

@@ -165,12 +165,15 @@ def reference_concurrency(trace: Trace, hardware: Hardware) -> int:
 
 
 def at_reference(policies: Policies, trace: Trace, hardware: Hardware) -> Policies:
-    """The policies with the concurrency that they leave open: the slots for `coupled`, the reference for `parking`."""
-    if policies.concurrency is not None or policies.admission not in ("coupled", "parking"):
+    """The policies with what they leave open: a concurrency of as many as there are slots for `coupled`, the reference
+    for `parking`."""
+    if policies.concurrency is not None or policies.reference is not None:
         return policies
-    coupled = policies.admission == "coupled"
-    concurrency = hardware.slots if coupled else reference_concurrency(trace, hardware)
-    return msgspec.structs.replace(policies, concurrency=concurrency)
+    if policies.admission == "coupled":
+        return msgspec.structs.replace(policies, concurrency=hardware.slots)
+    if policies.admission == "parking":
+        return msgspec.structs.replace(policies, reference=reference_concurrency(trace, hardware))
+    return policies
 
 
 def smaller(work: Workload, *, token_scale: float, time_scale: float) -> Workload:

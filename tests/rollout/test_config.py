@@ -36,7 +36,7 @@ def test_the_resolved_configuration_reads_back_as_itself(write):
     config = load(write("tasks: 5\nenvironment: {latency: {median_s: 1}}\n"))
     again = load(write(to_yaml(config)))
     assert again == config
-    expected = {"policy": "parking", "concurrency": 16, "order": "forecast"}
+    expected = {"policy": "parking", "concurrency": 16, "reference": None, "order": "forecast"}
     assert yaml.safe_load(to_yaml(config))["admission"] == expected
 
 

@@ -3,7 +3,7 @@ import pytest
 from makespan.rollout.coordinator import Coordinator
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.history import ChainRecord, History
-from makespan.rollout.order import ForecastOrder, make_order
+from makespan.rollout.order import ForecastOrder, make_order, smaller_limit
 
 
 def batch(history=None, groups=3, samples=4):
@@ -65,6 +65,42 @@ def test_where_everything_fits_groups_take_turns_whatever_is_known():
     for concurrency in (None, 12):
         started = all_of(ForecastOrder(coordinator, concurrency), ids)
         assert [name[0] for name in started] == [*"abc"] * 4
+
+
+def told(lengths, max_turns=None):
+    """An order whose coordinator knows a last step with these lengths, of prompts that do not come back."""
+    history = History()
+    history.learn(ChainRecord(f"old-{n}", length, length, length, 10) for n, length in enumerate(lengths))
+    coordinator, _ = batch(history)
+    coordinator.begin(max_turns=max_turns)
+    coordinator.join("a#0", "a", "env")
+    return ForecastOrder(coordinator, 3)
+
+
+def test_trajectories_advance_evenly_where_a_cap_ends_most_of_them():
+    assert told([20] * 60 + [60] * 40, max_turns=60).evenly()
+    assert told([44, 47, 50, 50, 52] * 20).evenly()  # without a cap, but alike
+    assert told([50] * 100).evenly()
+
+
+def test_trajectories_do_not_advance_evenly_where_a_few_are_long():
+    assert not told([20] * 80 + [60] * 20).evenly()  # 20 steps to the quartile, and 40 more for who goes on
+    assert not told([5, 10, 15, 20, 30, 45, 90, 200] * 12).evenly()
+    assert not told([]).evenly()  # nothing is known
+
+
+def test_nor_where_records_of_the_prompts_predict_or_nobody_forecasts():
+    same = dict.fromkeys("abc", 50) | {f"other-{n}": 49 + n % 2 for n in range(40)}
+    coordinator, _ = batch(taught(same))
+    assert coordinator.lengths_alike()
+    assert coordinator.predicts()
+    assert not ForecastOrder(coordinator, 3).evenly()
+    assert not make_order("arrival", coordinator, 3).evenly()
+    assert not make_order("oracle", coordinator, 3, lambda trajectory_id, turn: 1.0).evenly()
+
+
+def test_what_runs_at_once_is_the_smaller_of_limit_and_reference():
+    assert [smaller_limit(*pair) for pair in ((None, None), (4, None), (None, 5), (4, 5), (6, 5))] == [None, 4, 5, 4, 5]
 
 
 def test_who_is_withdrawn_is_never_started():

@@ -12,12 +12,24 @@ from hypothesis import strategies as st
 from makespan.rollout.admission import Admission, make_admission
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.memory import LinearMemory
+from makespan.rollout.order import ArrivalOrder
 from makespan.rollout.parking import CacheCorrection, Parking
 
 
-def parking(capacity: int = 1000, replicas: int = 1, concurrency: int | None = None, correction=None) -> Parking:
+class Evenly(ArrivalOrder):
+    """First come, first served, and says whether all should advance evenly."""
+
+    def __init__(self, says: bool = True) -> None:
+        super().__init__()
+        self.says = says
+
+    def evenly(self) -> bool:
+        return self.says
+
+
+def parking(capacity: int = 1000, replicas: int = 1, concurrency: int | None = None, **more) -> Parking:
     memory = LinearMemory(capacity=capacity)
-    return Parking(concurrency, memory=memory, replicas=replicas, correction=correction)
+    return Parking(concurrency, memory=memory, replicas=replicas, **more)
 
 
 def started(policy: Parking, names: str) -> None:
@@ -128,47 +140,147 @@ def test_a_restart_with_a_short_context_gives_the_rest_back():
     assert policy.start() == ["b"]
 
 
-@given(st.integers(0, 100_000), st.integers(10, 200))
-def test_against_a_list(seed, steps):
-    """The oracle keeps lists and looks through all of them each time."""
+def test_the_memory_is_meant_for_so_many_and_no_more_start():
+    policy = parking(reference=2)
+    for name in "abc":
+        policy.submit(name)
+    assert policy.start() == ["a", "b"]
+    assert policy.statistics().concurrency == 2
+    policy.finish("a")
+    assert policy.start() == ["c"]
+
+
+def after_nine_turns_each(order: ArrivalOrder) -> Parking:
+    """Three of four run, each with 300 of 950 tokens; d is parked, which came as far as the first turn."""
+    policy = parking(order=order)
+    started(policy, "abcd")
+    for _ in range(9):
+        assert all(policy.reach(name, 300) for name in "abc")
+    assert not policy.reach("d", 300)
+    assert policy.start() == []
+    return policy
+
+
+def test_where_lengths_are_alike_who_has_come_far_gives_way_to_who_has_not():
+    policy = after_nine_turns_each(Evenly())
+    assert not policy.reach("a", 300)  # the tenth turn
+    assert policy.start() == ["d"]
+    assert policy.reach("b", 300)  # a waits, which has come as far
+    assert not policy.reach("c", 360)  # now all do not fit, and c is the newest of those who have come far
+    for _ in range(9):
+        assert policy.reach("d", 300)
+    policy.finish("b")
+    assert policy.start() == ["a"]  # before c, which started later
+    policy.finish("d")
+    assert policy.start() == ["c"]
+
+
+def test_elsewhere_the_oldest_keep_their_place():
+    policy = after_nine_turns_each(Evenly(says=False))
+    for _ in range(40):
+        assert all(policy.reach(name, 300) for name in "abc")
+    assert policy.start() == []
+
+
+def test_where_lengths_are_alike_all_start_but_never_more_than_the_concurrency():
+    for concurrency, all_started in ((None, "abcd"), (3, "abc")):
+        policy = parking(concurrency=concurrency, reference=2, order=Evenly())
+        for name in "abcd":
+            policy.submit(name)
+        assert policy.start() == list(all_started)
+
+
+def test_somebody_new_starts_before_those_who_have_come_far_go_on():
+    order = Evenly()
+    policy = parking(order=order)
+    started(policy, "ab")
+    for _ in range(10):
+        assert policy.reach("a", 450)
+        assert policy.reach("b", 450)
+    assert not policy.reach("b", 550)
+    policy.submit("new")
+    assert policy.start() == ["new"]  # 450 of 900 are booked, and b would not fit
+    assert policy.reach("new", 400)
+    order.says = False
+    assert policy.start() == []
+    policy.finish("a")
+    policy.submit("newer")
+    assert policy.start() == []  # b goes first again, and 400 and 550 are too much
+
+
+@given(st.integers(0, 100_000), st.integers(10, 400), st.sampled_from([0.0, 0.02, 1.0]))
+def test_against_a_list(seed, steps, flips):
+    """The oracle keeps lists and looks through all of them each time. `flips`: how often lengths begin or cease to be
+    alike; 1: they are from the start."""
     rng = random.Random(seed)
-    policy = parking(1000, concurrency=6)
+    order = Evenly(flips == 1.0)
+    policy = parking(1000, concurrency=6, reference=5, order=order)
+    evenly = False  # as the policy was last told
     waiting: list[str] = []
     admitted: list[str] = []  # in the order of admission
     context: dict[str, int] = {}
+    turns: dict[str, int] = {}
     paused: set[str] = set()
     asked: set[str] = set()
 
     def booked() -> int:
         return sum(context[name] for name in admitted if name not in paused)
 
+    def level(name: str) -> int:
+        return sum(turns[name] >= bound for bound in (10, 20, 40, 80, 160, 320)) if evenly else 0
+
+    def by_rank(names) -> list[str]:
+        return sorted(names, key=lambda name: (level(name), admitted.index(name)))
+
+    def may_start() -> bool:
+        return bool(waiting) and len(admitted) < (6 if evenly else 5)
+
     def settle() -> list[str]:
+        nonlocal evenly
+        if waiting or paused:
+            evenly = order.says
         going = []
-        for name in [n for n in admitted if n in paused]:
-            if len(paused) < len(admitted) and booked() + context[name] > 900:
-                return going
-            paused.remove(name)
-            if name in asked:
-                asked.remove(name)
+        while True:
+            first = by_rank(paused)[:1]
+            if first and not (level(first[0]) > 0 and may_start()):
+                if len(paused) < len(admitted) and booked() + context[first[0]] > 900:
+                    return going
+                paused.remove(first[0])
+                if first[0] in asked:
+                    asked.remove(first[0])
+                    going.append(first[0])
+            elif may_start() and (booked() <= 900 or len(paused) == len(admitted)):
+                name = waiting.pop(0)
+                admitted.append(name)
+                context[name] = turns[name] = 0
                 going.append(name)
-        while waiting and len(admitted) < 6 and (booked() <= 900 or not admitted):
-            name = waiting.pop(0)
-            admitted.append(name)
-            context[name] = 0
-            going.append(name)
-        return going
+            else:
+                return going
+
+    def keeps_out(name: str) -> bool:
+        if level(name) == 0 or len(admitted) - len(paused) == 1:
+            return False
+        if may_start():
+            return booked() > 900
+        first = by_rank(paused)[:1]
+        return bool(first) and level(first[0]) < level(name) and booked() + context[first[0]] > 900
 
     for step in range(steps):
         kind = rng.random()
         free = [name for name in admitted if name not in asked]
-        if kind < 0.3:
+        if flips < 1.0 and rng.random() < flips:
+            order.says = not order.says
+        if kind < 0.1:
             waiting.append(f"t{step}")
             policy.submit(f"t{step}")
-        elif kind < 0.8 and free:
+        elif kind < 0.95 and free:
             name, tokens = rng.choice(free), rng.randrange(1, 500)
             context[name] = tokens
+            turns[name] += 1
             while booked() > 950 and len(admitted) - len(paused) > 1:
-                paused.add([n for n in admitted if n not in paused][-1])
+                paused.add(by_rank(set(admitted) - paused)[-1])
+            if name not in paused and keeps_out(name):
+                paused.add(name)
             expected = name not in paused
             if not expected:
                 asked.add(name)
@@ -273,3 +385,10 @@ def test_parking_needs_to_know_the_memory():
         make_admission("parking", 0, memory=LinearMemory(capacity=10))
     with pytest.raises(ConfigError, match="memory of the replicas"):
         make_admission("parking", 4, memory=LinearMemory(capacity=0))
+
+
+def test_a_reference_is_at_least_one_and_for_parking_alone():
+    with pytest.raises(ConfigError, match=r"admission.reference must be at least 1.*0"):
+        make_admission("parking", None, memory=LinearMemory(capacity=10), reference=0)
+    with pytest.raises(ConfigError, match=r"admission.reference.*null with 'fixed', not 8"):
+        make_admission("fixed", 4, reference=8)

@@ -35,7 +35,7 @@ from makespan.rollout.environment import EnvironmentBackend, EnvironmentFailure
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.history import History, read_history, write_history
 from makespan.rollout.memory import LinearMemory, ReplicaMemory
-from makespan.rollout.order import make_order
+from makespan.rollout.order import make_order, smaller_limit
 from makespan.rollout.replicas.vllm import VllmReplica, visible_gpus
 from makespan.rollout.routing import make_router
 from makespan.rollout.runner import Limits
@@ -102,7 +102,10 @@ def run_batch(config: RunConfig, prepare: Callable[[], Work], console: Console, 
 def check_policies(config: RunConfig, remaining_s: RemainingSeconds | None = None) -> None:
     """Raise `ConfigError` for a policy that does not exist, and for the oracle where nothing tells it the future."""
     make_router(config.routing.policy, ["replica-0"], random.Random(0))
-    make_admission(config.admission.policy, config.admission.concurrency, memory=LinearMemory(capacity=1))
+    admission = config.admission
+    make_admission(
+        admission.policy, admission.concurrency, memory=LinearMemory(capacity=1), reference=admission.reference
+    )
     make_order(config.admission.order, Coordinator(), None, remaining_s)
     action_policy(config.scheduling.policy, Coordinator(), remaining_s)
 
@@ -232,13 +235,21 @@ def make_engine(
         on_gpu=bool(visible_gpus()),
         prefix_caching=config.replicas.prefix_caching,
     )
-    order = make_order(admission.order, coordinator, admission.concurrency, work.remaining_s)
+    at_once = smaller_limit(admission.concurrency, admission.reference)
+    order = make_order(admission.order, coordinator, at_once, work.remaining_s)
     return RolloutEngine(
         replicas=replicas,
         router=make_router(
             config.routing.policy, list(replicas), random.Random(config.seed), memory=memory, cost=work.cost
         ),
-        admission=make_admission(admission.policy, admission.concurrency, order, memory=memory, replicas=len(replicas)),
+        admission=make_admission(
+            admission.policy,
+            admission.concurrency,
+            order,
+            memory=memory,
+            replicas=len(replicas),
+            reference=admission.reference,
+        ),
         environments=work.environments(client),
         agent=work.agent,
         conversation=work.conversation,

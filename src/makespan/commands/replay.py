@@ -212,7 +212,12 @@ def replay_config(
             "slots": {"start": tasks if options.start_slots is None else options.start_slots, "step": slots},
             "request_timeout_s": REQUEST_TIMEOUT_S,
         },
-        "admission": {"policy": policies.admission, "concurrency": policies.concurrency, "order": policies.order},
+        "admission": {
+            "policy": policies.admission,
+            "concurrency": policies.concurrency,
+            "reference": policies.reference,
+            "order": policies.order,
+        },
         "routing": {"policy": policies.routing},
         "scheduling": {"policy": policies.scheduling},
         "limits": {"trajectory_timeout_s": None},
@@ -262,6 +267,7 @@ def _figures(replay: Replay, plays: Plays, ended: Ended) -> dict[str, Any]:
         "policies": {
             "admission": config.admission.policy,
             "concurrency": config.admission.concurrency,
+            "reference": config.admission.reference,
             "order": config.admission.order,
             "routing": config.routing.policy,
             "scheduling": config.scheduling.policy,

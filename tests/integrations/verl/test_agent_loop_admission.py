@@ -136,6 +136,7 @@ def test_a_trajectory_that_fails_gives_its_place_back() -> None:
         ({"policy": "parking", "concurrency": 4}, "needs admission.memory"),
         ({"policy": "fixed"}, "needs admission.concurrency"),
         ({"policy": "everything", "concurrency": 4}, "must be null, not 4"),
+        ({"policy": "fixed", "concurrency": 4, "reference": 8}, "only 'parking' goes by it"),
         ({"polcy": "fixed"}, "`polcy`"),
     ],
 )

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from makespan.rollout.errors import ConfigError
+from makespan.rollout.history import ChainRecord, History
 from makespan.rollout.replay.environments import STEP, GatedSlots
 from makespan.rollout.replay.trace import Trace, TraceHeader, TraceTrajectory, TraceTurn
 from makespan.rollout.replicas.simulated import ReplicaHardware
@@ -177,6 +178,22 @@ def test_memory_that_binds_is_seen_in_recomputation():
     assert ample.tokens.recomputed == 0
     assert scarce.tokens.recomputed > 10_000
     assert scarce.makespan_s > ample.makespan_s
+
+
+@pytest.mark.parametrize(
+    ("lengths", "order", "started"),
+    [([40] * 50, "forecast", 12), ([10, 20, 40, 160] * 12, "forecast", 4), ([40] * 50, "arrival", 4)],
+)
+def test_where_lengths_are_alike_all_start_before_the_first_one_ends(lengths, order, started):
+    history = History()
+    history.learn(ChainRecord(f"old-{n}", length, length, length, 150 * length) for n, length in enumerate(lengths))
+    work = trace(*(chain(f"c{n}", [1.0] * 40, group=f"g{n // 4}") for n in range(12)))
+    policies = Policies(admission="parking", reference=4, order=order)
+    hardware = Hardware(slots=4, replicas=1, replica=ReplicaHardware(kv_tokens=20_000))
+    log, analysis = measured(work, hardware, policies, seed=0, history=history)
+    first_end_s = min(event.monotonic_s for event in log.of("ended"))
+    assert len({event.trajectory_id for event in log.of("generate") if event.monotonic_s < first_end_s}) == started
+    assert analysis.states == {"finished": 12}
 
 
 def test_oversampling_stops_at_the_needed_count():
