@@ -78,8 +78,8 @@ WORKLOADS = (
     ),
     Workload(
         "long sessions",
-        "sessions with contexts of up to 5,600 tokens and 36 cache blocks a replica",
-        _scaled("coding-sessions", "0.02", "0.02", "--chains", "16", "--num-blocks", "36"),
+        "sessions with contexts of up to 12,000 tokens and 48 cache blocks a replica",
+        _scaled("coding-sessions", "0.02", "0.02", "--chains", "16", "--num-blocks", "48"),
         MEMORY,
         from_sessions=True,
     ),

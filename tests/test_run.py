@@ -116,7 +116,7 @@ def test_the_resolved_configuration_is_kept(scripted):
     directory, _, _ = scripted
     resolved = yaml.safe_load((directory / "config.yaml").read_text())
     assert resolved["tasks"] == 8
-    assert resolved["admission"] == {"policy": "parking", "concurrency": 4, "order": "forecast"}
+    assert resolved["admission"] == {"policy": "parking", "concurrency": 4, "reference": None, "order": "forecast"}
     assert resolved["replicas"]["max_num_batched_tokens"] == 2048  # a default, spelled out
 
 
