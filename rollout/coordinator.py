@@ -118,6 +118,7 @@ class Coordinator:
         self._news = True
         self._passed_s = -math.inf
         self._stale = True
+        self._alike: bool | None = None
 
     def join(self, trajectory_id: str, group: str, environment: str) -> None:
         """The batch has this trajectory, which has not started."""
@@ -261,15 +262,14 @@ class Coordinator:
 
     def predicts(self) -> bool:
         """Whether earlier epochs' records of prompts are used: there are some here, and they predicted well."""
-        if self._stale:
-            self._renew()
-        return bool(self._records)
+        trusted = self._prompt_history and self.history.predicts()
+        return trusted and any(group in self.history.prompts for group in self._chains.groups)
 
     def lengths_alike(self) -> bool:
-        """Whether most chains end at about the same length, as far as is known."""
-        if self._stale:
+        """Whether most chains end at about the same length, by the forecast of the last pass."""
+        if self._alike is None:
             self._renew()
-        return self._alike
+        return bool(self._alike)
 
     # The forecast
 

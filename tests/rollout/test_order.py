@@ -73,7 +73,6 @@ def told(lengths, max_turns=None):
     history.learn(ChainRecord(f"old-{n}", length, length, length, 10) for n, length in enumerate(lengths))
     coordinator, _ = batch(history)
     coordinator.begin(max_turns=max_turns)
-    coordinator.join("a#0", "a", "env")
     return ForecastOrder(coordinator, 3)
 
 
@@ -87,6 +86,7 @@ def test_trajectories_do_not_advance_evenly_where_a_few_are_long():
     assert not told([20] * 80 + [60] * 20).evenly()  # 20 steps to the quartile, and 40 more for who goes on
     assert not told([5, 10, 15, 20, 30, 45, 90, 200] * 12).evenly()
     assert not told([]).evenly()  # nothing is known
+    assert not ForecastOrder(Coordinator(), 3).evenly()  # nor is there anybody yet
 
 
 def test_nor_where_records_of_the_prompts_predict_or_nobody_forecasts():
