@@ -68,14 +68,14 @@ def test_each_rung_of_the_ablation_differs_from_the_whole_by_what_it_says():
     hardware = Hardware(slots=3, replicas=2, replica=ReplicaHardware(kv_tokens=9000))
     found = {rung.name: rung.policies(batch, hardware) for rung in ABLATION}
     whole = msgspec.structs.asdict(found["+history"])
-    assert whole | {"concurrency": 18} == whole
+    assert whole | {"concurrency": None, "reference": 18} == whole
 
     def changes(name):
         own = msgspec.structs.asdict(found[name])
         return {key: value for key, value in own.items() if value != whole[key]}
 
-    assert changes("-decoupling") == {"admission": "coupled", "concurrency": 3}
-    assert changes("-parking") == {"admission": "everything", "concurrency": None}
+    assert changes("-decoupling") == {"admission": "coupled", "concurrency": 3, "reference": None}
+    assert changes("-parking") == {"admission": "everything", "reference": None}
     assert changes("-routing") == {"routing": "sticky-least-inflight"}
     assert changes("-caas") == {"scheduling": "fifo", "order": "arrival"}
     assert changes("+caas") == {"history": "last-step"}
