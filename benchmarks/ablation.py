@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from makespan.commands.figure import Bar, write_figure
+from makespan.rollout.simulation.coding import CODING
 
 RUNGS = ("coupled", "+parking", "+routing", "+caas", "+history", "-parking", "-routing", "oracle")
 """Those of the table and the figure; the others are in the JSON."""
@@ -40,8 +41,11 @@ class Workload(msgspec.Struct, frozen=True):
     arguments: tuple[str, ...]
     rungs: tuple[str, ...] | None = None
     """None: all of the ablation."""
-    from_sessions: bool = False
-    """Whether it is made of recorded sessions, which are not shipped."""
+
+    @property
+    def from_sessions(self) -> bool:
+        """Whether it is made of recorded sessions, which are not shipped."""
+        return self.arguments[0] in CODING
 
 
 def _scaled(regime: str, tokens: str, times: str, *more: str) -> tuple[str, ...]:
@@ -74,14 +78,12 @@ WORKLOADS = (
         "sessions of at most 60 turns, contexts of up to 3,300 tokens and 36 cache blocks a replica",
         _scaled("coding-sessions-cap60", "0.03", "0.02", "--chains", "16", "--num-blocks", "36"),
         MEMORY,
-        from_sessions=True,
     ),
     Workload(
         "long sessions",
         "sessions with contexts of up to 12,000 tokens and 48 cache blocks a replica",
         _scaled("coding-sessions", "0.02", "0.02", "--chains", "16", "--num-blocks", "48"),
         MEMORY,
-        from_sessions=True,
     ),
     Workload(
         "scarce search",
@@ -164,7 +166,11 @@ def main() -> int:
     names = [w.name for w in WORKLOADS] if options.workloads is None else options.workloads.split(",")
     if unknown := set(names) - {w.name for w in WORKLOADS}:
         parser.error(f"--workloads: unknown {', '.join(sorted(unknown))}")
-    workloads = [w for w in WORKLOADS if w.name in names and (options.sessions or not w.from_sessions)]
+    workloads = [w for w in WORKLOADS if w.name in names]
+    if options.sessions is None:
+        if options.workloads is not None and any(w.from_sessions for w in workloads):
+            parser.error("--workloads: those of recorded sessions need --sessions")
+        workloads = [w for w in workloads if not w.from_sessions]
     if options.quick:
         workloads, options.seeds, options.rungs = workloads[:1], 1, "coupled,+parking,+history"
     results: dict[str, dict[str, Any]] = {}

@@ -76,7 +76,7 @@ METRICS = (
     Metric("forecast/error_share", "lower", "Errors over the turns that really remained."),
     Metric("concurrency/mean", "neither", "Trajectories admitted and not ended, on average over the makespan."),
     Metric("concurrency/max", "neither", "The most at once."),
-    Metric("concurrency/reference", "neither", "The most that admission allows; absent where it sets no limit."),
+    Metric("concurrency/reference", "neither", "The most that admission allows at the start; absent: no limit."),
     Metric("reward/mean", "higher", "Over the trajectories that have a reward; a failed one has none."),
     Metric("trajectories/total", "neither", "Trajectories of the batch."),
     Metric("trajectories/finished", "higher", "Ended by the environment."),
