@@ -47,9 +47,10 @@ class AdmissionPolicy(Protocol):
         ...
 
     def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
-        """A turn came back to the replica that had served its last one.
+        """A turn was served that was not its trajectory's first.
 
-        `expected_tokens` of its prompt were cached there when that one ended, `cached_tokens` still were.
+        `expected_tokens` of its prompt were cached when the one before ended; `cached_tokens` were found where it was
+        served now.
         """
         ...
 

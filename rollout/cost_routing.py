@@ -12,7 +12,9 @@ A prefill token costs its own time and its share of the steps in which chunks of
 the others' tokens, too. A trajectory stays at its home, the replica of its last turn, unless the move saves more than
 `SAVED_S` seconds *and* `SAVED_FACTOR` in all: estimates are rough, and a move that only follows their noise makes the
 prompt be computed again each time. In the tail of a batch, when replicas fall idle, the same rule lets a long
-conversation leave a crowded replica as soon as that pays for its prompt.
+conversation leave a crowded replica as soon as that pays for its prompt. Who has lost its cache has nothing to stay
+for: as if it were new, it sees how crowded each replica is, and moves for `SAVED_S` alone. So contexts leave a replica
+that is overfull for one that is not, when it costs nothing.
 
 What is cached where is followed by a `CacheMirror` for each replica. A prompt that siblings of the group have computed
 counts as cached to the extent that first turns were seen to find it. Constants are a calibrated `InferenceCost`; two
@@ -43,8 +45,8 @@ SAVED_FACTOR = 1.5
 MEAN_GAIN = 0.02
 """Of the running means: they follow the last fifty turns."""
 CROWD_S = 10.0
-"""A new trajectory sees a replica whose memory is booked by others' contexts as so much slower: it will be there for
-long, and what is in flight at this moment says little of the company that it will keep."""
+"""A trajectory without a cache sees a replica whose memory is booked by others' contexts as so much slower: it will be
+there for long, and what is in flight at this moment says little of the company that it will keep."""
 SLOWER = (0.01, 100.0)
 """Bounds of the learnt factors, so that one odd completion cannot make a replica look free."""
 MOST_TRAJECTORIES = 100_000
@@ -57,7 +59,7 @@ class _Known(msgspec.Struct):
     group: str
     home: int | None = None
     crowd_s: float = 0.0
-    """By how much its context makes its home less attractive to new trajectories."""
+    """By how much its context makes its home less attractive to others without a cache."""
     flies_at: int | None = None
     places: set[int] = msgspec.field(default_factory=set)
     """Replicas that still hold a cache of it."""
@@ -110,7 +112,8 @@ class CostRouter:
         known = self._recall(request)
         held = context if self._memory is None else self._memory.held(context)
         cached = self._cached(known, trajectory_id, context)
-        chosen = self._choose(known, self._cost_s(known, context, held, cached, request.now_s))
+        bound = known.home in known.places
+        chosen = self._choose(known, self._cost_s(known, context, held, cached, request.now_s, bound), bound)
         self.moves += known.home is not None and known.home != chosen
         found = cached.get(chosen)
         flight = Flight(chosen, context, context - (found.tokens if found else 0.0), found.shared if found else 0)
@@ -207,18 +210,22 @@ class CostRouter:
                 cached[index] = _Found(float(min(cache.tokens, context - 1)), cache.held, 0)
         return cached
 
-    def _cost_s(self, known: _Known, context: int, held: int, cached: dict[int, _Found], now_s: float) -> Floats:
-        """The cost of each replica."""
+    def _cost_s(
+        self, known: _Known, context: int, held: int, cached: dict[int, _Found], now_s: float, bound: bool
+    ) -> Floats:
+        """The cost of each replica. Whoever is not `bound` by a cache at home looks for room to stay in, too."""
         fleet = self._fleet
         own_held = [(index, found.held) for index, found in cached.items() if found.held]
         cost_s = fleet.cost_s(context, held, now_s, own_held)
         for index, found in cached.items():
             cost_s[index] -= found.tokens * fleet.token_s.item(index)
-        if known.home is None:
+        if not bound:
             cost_s += fleet.crowd_s
+            if known.home is not None:
+                cost_s[known.home] -= known.crowd_s
         return cost_s
 
-    def _choose(self, known: _Known, cost_s: Floats) -> int:
+    def _choose(self, known: _Known, cost_s: Floats, bound: bool) -> int:
         home, best = known.home, int(cost_s.argmin()) if len(cost_s) else -1
         there_s = cost_s.item(best) if best >= 0 else math.inf
         if there_s == math.inf:
@@ -227,7 +234,7 @@ class CostRouter:
             ties = (cost_s <= there_s).nonzero()[0]
             return best if len(ties) == 1 else int(self._rng.choice(ties.tolist()))
         here_s = cost_s.item(home)
-        return best if here_s - there_s > SAVED_S and here_s > SAVED_FACTOR * there_s else home
+        return best if here_s - there_s > SAVED_S and (not bound or here_s > SAVED_FACTOR * there_s) else home
 
     def _least_asleep(self) -> int:
         """Everybody sleeps: a turn waits at the replica for its waking."""

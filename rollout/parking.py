@@ -18,7 +18,8 @@ all. Where lengths differ this would be wrong: a long trajectory that waits for 
 (`CacheCorrection`). How much may be overbooked cannot be said beforehand: where trajectories wait long for their
 environments they miss their caches little and a recomputed prompt costs little beside the wait, and where they do
 not, one percent too much has everybody recompute. Both show in the same figure: the share of the tokens that a
-returning turn should have found cached and did not.
+returning turn should have found cached and did not. Turns that another replica serves count like the others: who has
+lost its cache may go anywhere, and who leaves one behind does so because its replica is overfull.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ class CacheCorrection:
         self._turns = self._expected = self._lost = self._preemptions = 0
 
     def observe(self, expected_tokens: int, cached_tokens: int, preemptions: int, active: int, kept_out: bool) -> None:
-        """A turn came back to the replica that served its last one.
+        """A turn was served that was not its trajectory's first.
 
         Args:
-            expected_tokens: had that replica lost nothing, so many of the prompt's tokens were cached.
+            expected_tokens: had the replica of the one before lost nothing, and served it, so many tokens were cached.
             active: trajectories that run now.
             kept_out: whether the limit keeps anybody from running.
         """

@@ -91,6 +91,7 @@ class TrajectoryRunner:
         self._scheduling = scheduling
         self._limits = limits
         self._events = events
+        self._dead: set[str] = set()  # replicas
 
     async def run(self, trajectory: Trajectory, deadline: asyncio.Timeout) -> None:
         """Attempt the task, and again from its reset when the environment lost the session and restarts are left.
@@ -165,7 +166,7 @@ class TrajectoryRunner:
         parked = await self._pass_boundary(trajectory, deadline)
         replica_id, completion = await self._generate(trajectory, turn, sampling)
         if not parked:
-            self._note_cache(trajectory, replica_id, completion)
+            self._note_cache(trajectory, completion)
         reply = self._agent.reply(trajectory, completion)
         _count_computed(trajectory, completion, reply)
         trajectory.append(Segment(reply.token_ids, generated=True, logprobs=reply.logprobs))
@@ -215,11 +216,15 @@ class TrajectoryRunner:
         )
         return True
 
-    def _note_cache(self, trajectory: Trajectory, replica_id: str, completion: Completion) -> None:
-        """Tell admission what a returning turn found of its cache, where its replica had one and says."""
-        if trajectory.turns and trajectory.turns[-1].replica_id == replica_id and completion.cached_tokens is not None:
-            expected_tokens = min(trajectory.computed_tokens, len(trajectory.context_ids))
-            self._admission.served(expected_tokens, completion.cached_tokens, completion.preemptions or 0)
+    def _note_cache(self, trajectory: Trajectory, completion: Completion) -> None:
+        """Tell admission what a turn found of what was cached when the last one ended, where its replica says.
+
+        A turn that moved counts, too: it moved because it had lost its cache, or because where it was is overfull.
+        """
+        if not trajectory.turns or completion.cached_tokens is None or trajectory.turns[-1].replica_id in self._dead:
+            return
+        expected_tokens = min(trajectory.computed_tokens, len(trajectory.context_ids))
+        self._admission.served(expected_tokens, completion.cached_tokens, completion.preemptions or 0)
 
     async def _generate(self, trajectory: Trajectory, turn: int, sampling: Sampling) -> tuple[str, Completion]:
         """One inference; a replica that died is removed and another one is asked."""
@@ -256,6 +261,7 @@ class TrajectoryRunner:
                 if not failure.retryable:
                     raise
                 self._router.remove([replica_id])
+                self._dead.add(replica_id)
                 self._admission.resize(len(self._router.in_flight()))
                 self._events.emit(
                     "replica_lost", trajectory.trajectory_id, replica=replica_id, turn=turn, message=str(failure)

@@ -299,7 +299,7 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
             with contextlib.suppress(ray.exceptions.RayError):  # without a router the next turn fails, and says so
                 end = await told
                 self._chains.resized(end.replicas)
-                if end.came_back and cached is not None and not self._parked:
+                if end.caches_kept and cached is not None and not self._parked:
                     self._chains.served(episode.expected_tokens, cached, output.num_preempted or 0)
 
     def _is_parked(self, trajectory_id: str) -> None:

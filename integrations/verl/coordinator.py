@@ -67,7 +67,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     asks: dict[str, int]
     """Who began to wait for admission: to start (0), or for an inference with a prompt of so many tokens."""
     served: list[tuple[int, int, int]] = []
-    """Of turns that came back to the replica of their last one: tokens that were to be cached there, that were, and
+    """Of turns after a first one: tokens that were cached when the last one ended, that were found, and
     preemptions. For `AdmissionPolicy.served`; a report that is lost takes them with it."""
     replicas: int | None = None
     """How many there were when a turn of the worker last ended; None: it was not told."""

@@ -57,7 +57,7 @@ class Chains(Protocol):
         ...
 
     def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
-        """A turn came back to the replica of its last one; see `AdmissionPolicy.served`."""
+        """A turn was served that was not the first; see `AdmissionPolicy.served`."""
         ...
 
     def resized(self, replicas: int) -> None:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -60,11 +60,20 @@ class TurnFacts(msgspec.Struct, frozen=True, kw_only=True):
 class TurnEnd(msgspec.Struct, frozen=True):
     """What the router answers when it is told that a turn is over."""
 
-    came_back: bool
-    """Whether it came back to the replica of its trajectory's last turn, which has the same weights still: then what it
-    lost was overwritten by others."""
+    caches_kept: bool
+    """Whether the replica of its trajectory's last turn is still there with the same weights: then what it did not find
+    was overwritten by others, or left behind when it moved."""
     replicas: int
     """How many there are now."""
+
+
+class _Left(NamedTuple):
+    """Where a trajectory's last turn left a cache."""
+
+    replica_id: str
+    losses: int
+    """How often that replica had lost all its caches."""
+    weights_version: int | None
 
 
 class TrajectoryRouter:
@@ -83,9 +92,7 @@ class TrajectoryRouter:
         self._tickets = TicketLedger(ttl_s=settings.ticket_ttl_s, close=self._release)
         self._versions: dict[str, int] = {}  # of each replica's weights, as far as turns have shown them
         self._losses: Counter[str] = Counter()  # of all caches, by replica
-        self._left: dict[
-            str, tuple[str, int]
-        ] = {}  # by trajectory: where its last turn left a cache, after what losses
+        self._left: dict[str, _Left] = {}  # by trajectory
         self._lock = threading.Lock()  # each concurrency group of a Ray actor runs in a thread of its own
         self._swept_s = time.monotonic()
 
@@ -153,7 +160,7 @@ class TrajectoryRouter:
         with self._lock:
             ticket = self._tickets.find(request_id)
             if ticket is None:
-                return TurnEnd(came_back=False, replicas=len(self._servers))
+                return TurnEnd(caches_kept=False, replicas=len(self._servers))
             self._has_version(ticket.replica_id, weights_version)
             same_weights = ticket.weights_version in (None, weights_version)
             served = Served(
@@ -162,10 +169,10 @@ class TrajectoryRouter:
                 seconds=time.monotonic() - ticket.granted_s if same_weights else None,
             )
             self._tickets.release(request_id, served)
-            here = (ticket.replica_id, self._losses[ticket.replica_id])
-            came_back = self._left.get(ticket.trajectory_id) == here
+            here = _Left(ticket.replica_id, self._losses[ticket.replica_id], weights_version)
+            last = self._left.get(ticket.trajectory_id)
             self._left[ticket.trajectory_id] = here
-            return TurnEnd(came_back=came_back, replicas=len(self._servers))
+            return TurnEnd(caches_kept=last is not None and self._kept(last, here), replicas=len(self._servers))
 
     @ray.method(concurrency_group="release")  # type: ignore[untyped-decorator]
     async def pause_trajectory(self, trajectory_id: str) -> None:
@@ -219,6 +226,14 @@ class TrajectoryRouter:
                 "cache_losses": self._losses.total(),
                 "tickets": msgspec.structs.asdict(self._tickets.counters()),
             }
+
+    def _kept(self, last: _Left, now: _Left) -> bool:
+        """Whether what a turn left is there still, as far as its replica has not lost everything since."""
+        return (
+            last.replica_id in self._servers
+            and last.losses == self._losses[last.replica_id]
+            and last.weights_version == now.weights_version
+        )
 
     def _release(self, ticket: Ticket, served: Served | None) -> None:
         self._policy.release(ticket.replica_id, ticket.trajectory_id or ticket.request_id, served)

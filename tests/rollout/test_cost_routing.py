@@ -65,6 +65,27 @@ def test_it_stays_unless_the_move_saves_two_seconds_and_half():
         assert r.moves == moves
 
 
+@pytest.mark.parametrize(
+    ("elsewhere", "memory", "moves"),
+    [(5_500, 10_000, True), (7_000, 10_000, False), (5_500, 20_000, False)],
+)
+def test_whoever_lost_its_cache_moves_to_where_there_is_room_to_stay(elsewhere, memory, moves):
+    """At home t left 3,100 tokens, which others overwrote as only 10,000 fit; they have 8,000 at home there. Its turn
+    of 3,200 tokens is computed whole wherever it goes, in 1.6 s. Of 10,000 tokens that others have at home a replica
+    counts as 10 s: home as 8 s, and 0.7 s for 1,400 tokens of needed caches that would have to go, the other one as 5.5
+    or 7 s. It moves to save 3.2 s, though 10.3 s are not 1.5 times 7.1 s, and does not to save 1.7 s. With memory
+    for everything its cache is there still, and it stays."""
+    r = router("a", "b", memory=memory)
+    r.sleep(["a"])
+    assert serve(r, turn("w", elsewhere)) == "b"
+    r.wake(["a"])
+    r.sleep(["b"])
+    for name, context in (("t", 3_000), ("u", 4_000), ("v", 4_000)):
+        assert serve(r, turn(name, context)) == "a"
+    r.wake(["b"])
+    assert (r.route(turn("t", 3_200, 1, now_s=100.0)) == "b") is moves
+
+
 def test_a_small_gain_is_not_worth_a_move_however_often_it_is_offered():
     """Re-pinning at a small margin of load computes the prompts again each time."""
     r = router("a", "b")

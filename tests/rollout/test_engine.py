@@ -107,6 +107,39 @@ def test_a_trajectory_alternates_inference_and_actions_until_the_environment_end
     assert rig.nothing_is_held()
 
 
+def hears(rig: Rig) -> list[tuple[int, int, int]]:
+    """What its admission is told of caches."""
+    told: list[tuple[int, int, int]] = []
+    rig.admission.served = lambda *found: told.append(found)
+    return told
+
+
+def test_admission_hears_what_every_turn_but_the_first_found_wherever_it_was_served():
+    replicas = [RuleReplica(f"replica-{n}", lambda _: say("ok")) for n in range(2)]
+    rig = Rig(replicas=replicas)
+    rig.router.route = lambda request: f"replica-{request.turn % 2}"
+    told = hears(rig)
+    (result,) = rig.run([task("a", length=4)])
+    assert result.state == TrajectoryState.FINISHED
+    prompts = [len(replicas[turn % 2].prompts[turn // 2]) for turn in range(3)]
+    assert told == [(prompt + len(say("ok")) - 1, 0, 0) for prompt in prompts]  # of the last token nothing is computed
+
+
+def test_a_cache_that_died_with_its_replica_was_not_overwritten():
+    replicas = [RuleReplica(f"replica-{n}", lambda _: say("ok")) for n in range(2)]
+
+    def kill(trajectory_id: str, step: int) -> None:
+        replicas[0].dead = step >= 1
+
+    rig = Rig(replicas=replicas, environments=PlannedEnvironments(on_step=kill))
+    rig.router.route = lambda request: "replica-0" if "replica-0" in rig.router.in_flight() else "replica-1"
+    told = hears(rig)
+    (result,) = rig.run([task("a", length=5)])
+    assert result.state == TrajectoryState.FINISHED
+    assert [turn.replica_id for turn in result.turns] == ["replica-0"] * 2 + ["replica-1"] * 3
+    assert len(told) == 3  # of the turns 1, 3 and 4
+
+
 def test_each_prompt_begins_with_the_exact_ids_of_the_turn_before():
     replica = RuleReplica("replica-0", lambda request: say("x" * (request.turn + 1)))
     Rig(replicas=[replica]).run([task("a", length=4)])

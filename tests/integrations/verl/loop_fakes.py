@@ -159,7 +159,7 @@ class ReportedTo(FakeClient):
     def _hear(self, *report: Any) -> asyncio.Future[TurnEnd]:
         self.reports.append(report)
         end: asyncio.Future[TurnEnd] = asyncio.get_running_loop().create_future()
-        end.set_result(TurnEnd(came_back=len(self.reports) > 1, replicas=10 - len(self.reports)))
+        end.set_result(TurnEnd(caches_kept=len(self.reports) > 1, replicas=10 - len(self.reports)))
         return end
 
 

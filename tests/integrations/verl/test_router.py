@@ -117,6 +117,9 @@ class Notebook:
     def lose_caches(self, replica_ids: Iterable[str]) -> None:
         self.told.append(("lose_caches", *replica_ids))
 
+    def remove(self, replica_ids: Iterable[str]) -> None:
+        self.told.append(("remove", *replica_ids))
+
     def forget(self) -> int:
         return 0
 
@@ -218,13 +221,13 @@ def test_a_turn_that_verls_client_repeats_was_aborted_and_its_replica_lost_its_c
     assert told == [("route", "t"), ("release", "a", "t", None), ("lose_caches", "a"), ("route", "t")]
 
 
-def test_a_turn_came_back_if_its_replica_is_the_last_ones_and_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_are_kept_until_new_weights_or_their_replica_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     router, _, _ = _noted(monkeypatch)
-    came_back = []
+    kept = []
 
     async def take(turn: int, version: int) -> None:
         await router.acquire_server(f"t|{turn}", _facts("t", turn, reported=True))
-        came_back.append((await router.turn_over(f"t|{turn}", 100, 50, version)).came_back)
+        kept.append((await router.turn_over(f"t|{turn}", 100, 50, version)).caches_kept)
 
     async def play() -> None:
         await take(0, 4)
@@ -236,9 +239,15 @@ def test_a_turn_came_back_if_its_replica_is_the_last_ones_and_has_lost_nothing(m
         await take(5, 5)
         await router.clear_sticky_cache()
         await take(6, 5)
+        router._policy.route = lambda request: "a"  # type: ignore[method-assign]
+        await take(7, 6)  # moved, and new weights, of which nothing on b has told yet
+        await take(8, 6)
+        await router.remove_servers(["a"])
+        router._policy.route = lambda request: "b"  # type: ignore[method-assign]
+        await take(9, 6)
 
     asyncio.run(play())
-    assert came_back == [False, True, False, True, False, True, False]
+    assert kept == [False, True, False, True, True, True, False, False, True, False]
 
 
 def test_whoever_reports_a_turn_hears_how_many_replicas_there_are() -> None:
