@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from makespan.cli import main
-from makespan.commands.ablate import order_agreement
-from makespan.commands.ablate_replay import DRAWS, Replayed, at_speed, expected_s
+from makespan.commands.ablate import Row, order_agreement, with_simulation
+from makespan.commands.ablate_replay import LEAST_DRAWS, MOST_DRAWS, Replayed, at_speed, drawn_s
 from makespan.rollout.replay.trace import Trace, TraceHeader, write_trace
 from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.resources.calibration import Calibration, Measured, Probe
 from makespan.rollout.simulation.batch import Hardware, Policies
 from makespan.rollout.simulation.cost import InferenceCost
-from makespan.rollout.simulation.ladder import Outcome
+from makespan.rollout.simulation.ladder import Outcome, Paired
 from makespan.rollout.telemetry.merge import merge
 
 from .rollout.replay.recordings import recording
@@ -108,15 +108,49 @@ def test_a_batch_on_slower_cores_is_simulated_on_slower_cores():
     assert at_speed(hardware, 0.003, None) == hardware
 
 
-def test_what_a_tie_decides_is_simulated_more_than_once():
-    """Two replicas that serve one at a time, chains of 10, 1, 10 and 1 s: the third one's replica is a tie, and the
-    batch takes 20 s if that is the first one's and 11 s if not."""
-    chains = tuple(recording(f"{n}", f"{n}", 5, (tokens, 0, None)) for n, tokens in enumerate((10, 1, 10, 1)))
+def chains_and_hardware(*seconds: int) -> tuple[Trace, Hardware]:
+    """Chains of one turn that takes so many seconds, on two replicas that serve one at a time."""
+    chains = tuple(recording(f"{n}", f"{n}", 5, (tokens, 0, None)) for n, tokens in enumerate(seconds))
     cost = InferenceCost(step_s=1.0, sequence_s=0.0, context_s=0.0, prefill_s=0.0)
-    hardware = Hardware(replicas=2, replica=ReplicaHardware(cost=cost, max_sequences=1), slots=1)
-    expected = expected_s(Trace(TraceHeader(), chains), hardware, Policies(), 3, lambda: None)
-    assert 11.0 < expected < 20.0
-    assert (expected - 11.0) / 9.0 * DRAWS == pytest.approx(round((expected - 11.0) / 9.0 * DRAWS))
+    replica = ReplicaHardware(cost=cost, max_sequences=1)
+    return Trace(TraceHeader(), chains), Hardware(replicas=2, replica=replica, slots=1)
+
+
+def test_what_a_tie_decides_is_simulated_until_its_mean_is_known():
+    """Chains of 10, 1, 10 and 1 s: the third one's replica is a tie. The batch takes 20 s if that is the first one's,
+    11 s if not. A draw deviates by 4.5 s, 29% of the mean: 64 draws leave 3.6%, more than the 2% that are enough."""
+    drawn = drawn_s(*chains_and_hardware(10, 1, 10, 1), Policies(), 3, lambda: None)
+    assert set(drawn) == {11.0, 20.0}
+    assert len(drawn) == MOST_DRAWS
+    assert 0.25 < drawn.count(20.0) / len(drawn) < 0.75  # by chance once in 20,000 times
+
+
+def test_what_no_tie_decides_is_simulated_a_few_times():
+    assert drawn_s(*chains_and_hardware(10, 10), Policies(), 3, lambda: None) == [10.0] * LEAST_DRAWS
+
+
+def test_a_deviation_stands_beside_what_chance_explains():
+    """Replays of 100 and 140 s, simulated as 130 ±30 and 150 ±40: 140 is 17% above the mean of 120, and two such draws
+    deviate by 25 (the root of 30² + 40², halved) in the root mean square, 21% of 120."""
+    runs = [
+        msgspec.structs.replace(run("a", 1, 100.0, 130.0), simulated_sd_s=30.0),
+        msgspec.structs.replace(run("a", 2, 140.0, 150.0), simulated_sd_s=40.0),
+    ]
+    once = Paired(1.0, None)
+    row = Row(
+        rung="a",
+        says="",
+        makespan_s=Paired(120.0, 20.0),
+        over_lower_bound=once,
+        against_pct={},
+        recomputed_share=0.0,
+        preemptions=0.0,
+        discarded_tokens=0.0,
+        kept_length_ratio=1.0,
+    )
+    row = with_simulation(row, runs)
+    assert row.simulated_pct == pytest.approx(100 * 20 / 120)
+    assert row.simulated_sd_pct == pytest.approx(100 * 25 / 120)
 
 
 def test_only_differences_beyond_the_noise_judge_the_simulation():

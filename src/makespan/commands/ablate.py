@@ -6,6 +6,7 @@ With `--simulate` in virtual time, with `--replay` on real engines (`ablate_repl
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -64,6 +65,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Of a replay: the makespan of the same batches in simulation."""
     simulated_pct: float | None = None
     """By how much the simulated mean deviates from the replayed one."""
+    simulated_sd_pct: float | None = None
+    """By how much it would in the root mean square if the replays were draws of the simulation's own ties."""
 
 
 def add_ablate(command: argparse.ArgumentParser) -> None:
@@ -108,7 +111,7 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
         ablation = _replay(options, console, work, hardware, seeds, rungs)
         hardware = ablation.hardware
         outcomes = {rung.name: [run.outcome for run in _of(ablation.runs, rung.name)] for rung in rungs}
-        rows = [_with_simulation(_row(rung, outcomes), _of(ablation.runs, rung.name)) for rung in rungs]
+        rows = [with_simulation(_row(rung, outcomes), _of(ablation.runs, rung.name)) for rung in rungs]
         notes += _notes(options, ablation, rungs)
         console.print(f"a run directory a batch, for `makespan report`: {ablation.directory}", soft_wrap=True)
         figures |= {"machine": ablation.machine, "runs": msgspec.to_builtins(ablation.runs)}
@@ -215,12 +218,19 @@ def _row(rung: Rung, outcomes: dict[str, list[Outcome]]) -> Row:
     )
 
 
-def _with_simulation(row: Row, runs: Sequence[Replayed]) -> Row:
+def with_simulation(row: Row, runs: Sequence[Replayed]) -> Row:
+    """The row with what the simulation of its batches says, where they were simulated."""
     simulated = [run.simulated_s for run in runs if run.simulated_s is not None]
     if not simulated:
         return row
-    told = paired(simulated)
-    return msgspec.structs.replace(row, simulated_s=told, simulated_pct=100 * (told.mean / row.makespan_s.mean - 1))
+    told, replayed_s = paired(simulated), row.makespan_s.mean
+    chance_s = math.sqrt(sum((run.simulated_sd_s or 0.0) ** 2 for run in runs)) / len(runs)
+    return msgspec.structs.replace(
+        row,
+        simulated_s=told,
+        simulated_pct=100 * (told.mean / replayed_s - 1),
+        simulated_sd_pct=100 * chance_s / replayed_s,
+    )
 
 
 def _notes(options: argparse.Namespace, ablation: Ablation, rungs: Sequence[Rung]) -> Iterator[str]:
@@ -293,13 +303,14 @@ def _show(console: Console, title: str, rows: list[Row], notes: Sequence[str]) -
             f"{row.recomputed_share:.0%}",
         ]
         if row.simulated_s is not None:
-            cells += [f"{row.simulated_s.mean:,.{digits}f}", f"{row.simulated_pct:+.0f}"]
+            chance = f" ±{row.simulated_sd_pct:.0f}"
+            cells += [f"{row.simulated_s.mean:,.{digits}f}", f"{row.simulated_pct:+.0f}{chance}"]
         table.add_row(*cells)
     console.print(table)
     legend = "seconds: makespan; bound: over its lower bound; vs: change in %; again: prefilled tokens computed before"
-    console.print(
-        legend + ("; sim.: simulated seconds; off: from the replayed, in %" if simulated else ""), soft_wrap=True
-    )
+    if simulated:
+        legend += "; sim.: simulated seconds; off: from the replayed, in %, and what ties drawn otherwise make of it"
+    console.print(legend, soft_wrap=True)
     for row in rows:
         kept = f"what it keeps has {row.kept_length_ratio:.2f} of the mean length"
         cut = f"; it cuts {row.discarded_tokens:,.0f} tokens, and {kept}"

@@ -56,7 +56,9 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     """How fast the replicas' cores were during the batch (`CoreSpeed`); None on GPUs."""
     simulated_s: float | None = None
     """The makespan of the same batch under the same policies in simulation, on cores of that speed: the mean over
-    `DRAWS` draws of the ties that policies break at random."""
+    draws of the ties that policies break at random."""
+    simulated_sd_s: float | None = None
+    """Standard deviation over these draws: the replay is one of them."""
 
 
 class Ablation(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,9 +73,11 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
 
 OnRun = Callable[[Replayed], None]
 
-DRAWS = 8
+LEAST_DRAWS, MOST_DRAWS = 8, 64
 """Simulations of a batch. Who is placed where on a tie can decide a makespan, most with sticky routing: with scarce
 memory its standard deviation over draws was 7 to 23% of it. A replay is one draw."""
+CERTAIN = 0.02
+"""The mean over draws is known well enough when its standard error is so small a share of it."""
 
 
 def replayed(
@@ -224,7 +228,9 @@ class _Live:
         def known() -> History | None:
             return known_before(self._work, run.seed, policies.history, cost)
 
-        return msgspec.structs.replace(run, simulated_s=expected_s(batch, hardware, policies, run.seed, known))
+        draws_s = drawn_s(batch, hardware, policies, run.seed, known)
+        mean_s, sd_s = statistics.fmean(draws_s), statistics.stdev(draws_s)
+        return msgspec.structs.replace(run, simulated_s=mean_s, simulated_sd_s=sd_s)
 
     def _measured_hardware(self, replicas: dict[str, VllmReplica]) -> Hardware:
         """What the replicas say of themselves, in the simulator's terms; memory that nobody told counts as ample."""
@@ -252,14 +258,19 @@ class _Live:
         return Ablation(hardware=self._hardware, machine=machine(), runs=list(runs), directory=str(self._directory))
 
 
-def expected_s(
+def drawn_s(
     batch: Trace, hardware: Hardware, policies: Policies, seed: int, known: Callable[[], History | None]
-) -> float:
-    """The makespan in simulation, the mean over `DRAWS` draws of ties; `known` gives what the job knows before it, anew
-    each time, as a batch adds to it."""
-    return statistics.fmean(
-        outcome(batch, hardware, policies, DRAWS * seed + draw, known()).makespan_s for draw in range(DRAWS)
-    )
+) -> list[float]:
+    """Makespans in simulation, each with other draws of ties, until their mean is `CERTAIN` or there are `MOST_DRAWS`;
+    `known` gives what the job knows before the batch, anew each time, as a batch adds to it."""
+    drawn: list[float] = []
+    while len(drawn) < MOST_DRAWS:
+        drawn.append(outcome(batch, hardware, policies, MOST_DRAWS * seed + len(drawn), known()).makespan_s)
+        if len(drawn) >= LEAST_DRAWS:
+            error = statistics.stdev(drawn) / len(drawn) ** 0.5
+            if error <= CERTAIN * statistics.fmean(drawn):
+                break
+    return drawn
 
 
 def at_speed(hardware: Hardware, core_s: float | None, calibrated_core_s: float | None) -> Hardware:
