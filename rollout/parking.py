@@ -38,6 +38,9 @@ HYSTERESIS = 0.05
 FIRST_LEVEL = 10
 """Turns of the first level; each further one is as long as all before it. 20 was no different."""
 
+FEW_ENTRIES = 64
+"""So many entries that are out of date are left in the heaps, besides one for everybody."""
+
 
 class CacheCorrection:
     """How much of the memory may be booked, corrected by how many cached tokens were lost.
@@ -290,11 +293,17 @@ class Parking:
             heapq.heappush(self._last, (-level, -number, trajectory_id))
         else:
             heapq.heappush(self._paused, (level, number, trajectory_id))
+        if len(self._last) + len(self._paused) > 2 * len(self._number) + FEW_ENTRIES:
+            self._file_anew()
+
+    def _file_anew(self) -> None:
+        """Enter everybody once, and forget what is out of date."""
+        self._last.clear()
+        self._paused.clear()
+        for trajectory_id in self._number:
+            self._file(trajectory_id)
 
     def _advance_evenly(self, evenly: bool) -> None:
         if evenly != self._evenly:
             self._evenly = evenly
-            self._last.clear()
-            self._paused.clear()
-            for trajectory_id in self._number:
-                self._file(trajectory_id)
+            self._file_anew()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from makespan.rollout import parking as parking_module
 from makespan.rollout.admission import Admission, make_admission
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.memory import LinearMemory
@@ -208,10 +209,37 @@ def test_somebody_new_starts_before_those_who_have_come_far_go_on():
     assert policy.start() == []  # b goes first again, and 400 and 550 are too much
 
 
+def test_nothing_is_kept_of_those_who_have_ended():
+    """Two long trajectories, and 5,000 short ones one after the other, each of which is paused and goes on."""
+    policy = parking()
+    started(policy, "ab")
+    assert policy.reach("a", 400)
+    for number in range(5_000):
+        name = f"t{number}"
+        assert policy.reach("b", 10)
+        policy.submit(name)
+        assert policy.start() == [name]
+        assert policy.reach(name, 400)
+        assert policy.reach("a", 600)  # 1,010 of 950
+        assert not policy.reach(name, 400)
+        policy.reach("a", 400)
+        assert policy.start() == [name]
+        policy.finish(name)
+    assert policy.pauses == 5_000
+    assert len(policy._last) + len(policy._paused) < 100
+
+
+@pytest.mark.parametrize("few", [0, parking_module.FEW_ENTRIES])
 @given(st.integers(0, 100_000), st.integers(10, 400), st.sampled_from([0.0, 0.02, 1.0]))
-def test_against_a_list(seed, steps, flips):
+def test_against_a_list(few, seed, steps, flips):
     """The oracle keeps lists and looks through all of them each time. `flips`: how often lengths begin or cease to be
     alike; 1: they are from the start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parking_module, "FEW_ENTRIES", few)
+        _against_a_list(seed, steps, flips)
+
+
+def _against_a_list(seed: int, steps: int, flips: float) -> None:
     rng = random.Random(seed)
     order = Evenly(flips == 1.0)
     policy = parking(1000, concurrency=6, reference=5, order=order)
