@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from makespan.commands.memory import replica_memory
+from pathlib import Path
+
+import pytest
+
+from makespan.commands.memory import check_blocks, replica_memory
+from makespan.rollout.errors import ConfigError
 from makespan.rollout.memory import BlockMemory, LinearMemory
 from makespan.rollout.priority import request_priority
 from makespan.rollout.replicas.wire import Ready
@@ -25,6 +30,19 @@ def test_an_unknown_model_counts_as_attention_alone(tmp_path):
     memory = replica_memory(tmp_path, ready(60), on_gpu=False, prefix_caching=True)
     assert memory == BlockMemory(capacity=59, block_tokens=100, attention=1, states=0)
     assert replica_memory(tmp_path, ready(None), on_gpu=False, prefix_caching=True) is None
+
+
+def test_blocks_that_do_not_hold_one_longest_context_are_refused_before_an_engine_starts(
+    embedded_model: Path, tmp_path
+):
+    """The embedded hybrid has blocks of 384 tokens, one group of attention and three of recurrent layers, of two states
+    each: 3,300 tokens take 9 and 6 blocks, and vLLM keeps one for itself."""
+    check_blocks(16, embedded_model, 3_300, on_gpu=False, prefix_caching=True)
+    with pytest.raises(ConfigError, match=r"15 cache blocks cannot hold one context of 3,300 tokens .* at least 16"):
+        check_blocks(15, embedded_model, 3_300, on_gpu=False, prefix_caching=True)
+    check_blocks(13, embedded_model, 3_300, on_gpu=False, prefix_caching=False)  # one state each
+    (tmp_path / "config.json").write_text('{"architectures": ["NobodyKnowsForCausalLM"]}')
+    check_blocks(1, tmp_path, 3_300, on_gpu=False, prefix_caching=True)  # the engine will say
 
 
 def test_a_returning_turn_goes_before_a_new_sample_and_a_threatening_chain_before_both():

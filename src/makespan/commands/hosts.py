@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from makespan.commands.memory import check_blocks
 from makespan.envs.client import EnvClient
 from makespan.envs.server import ServerConfig
 from makespan.envs.spawn import spawn_server
@@ -107,7 +108,7 @@ async def running_replicas(config: RunConfig, model: Path, directory: Path) -> A
 def host_configs(config: RunConfig, model: Path) -> dict[str, HostConfig]:
     """What each replica's host is started with: a GPU each where there are any, else the cores divided between them.
 
-    Raises `ConfigError` for more replicas than GPUs.
+    Raises `ConfigError` for more replicas than GPUs, and for too few cache blocks to hold a longest context.
     """
     replicas = config.replicas
     gpus = visible_gpus()
@@ -115,6 +116,9 @@ def host_configs(config: RunConfig, model: Path) -> dict[str, HostConfig]:
         raise ConfigError(
             f"replicas.count is {replicas.count}, and {len(gpus)} GPUs are visible: --set replicas.count={len(gpus)}"
         )
+    if replicas.num_blocks is not None:
+        caching = replicas.prefix_caching
+        check_blocks(replicas.num_blocks, model, replicas.max_model_len, on_gpu=bool(gpus), prefix_caching=caching)
     cores = divide_cores(replicas.count, sorted(os.sched_getaffinity(0)))
     memory = None if replicas.kv_cache_gib is None else int(replicas.kv_cache_gib * 2**30)
     return {
