@@ -5,8 +5,9 @@ sequences (`InferenceCost`), and the step that completes a prompt gives its firs
 steps up to the next event are one timer; an arrival cuts that run at the end of the step in progress. An event costs
 O(log n), whatever the number of tokens.
 
-Memory holds `kv_tokens`. A sequence holds its context while it runs. When its turn is over, its cache stays, the least
-recently used first in line to be overwritten, whole: without its recurrent state a hybrid model's prefix is of no use.
+Memory holds `kv_tokens`. A sequence holds its context while it runs. When its turn is over, its cache stays: whole
+blocks and one state, less than it held. The least recently used one is overwritten first, whole: without its recurrent
+state a hybrid model's prefix is of no use.
 Requests start in the order of priority and arrival, when the next chunk has room for some of their prompt and the
 memory for all of it: until then they hold nothing, as in vLLM, and what is urgent need not wait for a long prompt that
 has not begun. When the running ones outgrow the memory and no waiting cache is left to overwrite, the newest loses its
@@ -40,7 +41,9 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 1
     """Granularity of the cache: a hit is a multiple of it, and each running sequence wastes up to a block less one."""
     state_tokens: int = 0
-    """Memory of one sequence's recurrent state, in tokens of context."""
+    """Memory of one sequence's recurrent state while it runs, in tokens of context."""
+    checkpoint_tokens: int = 0
+    """Memory of the state that a cache keeps between turns."""
     max_sequences: int = 1024
     """Sequences that run at once."""
     shared_prompts: bool = False
@@ -279,8 +282,9 @@ class SimulatedReplica:
         """A turn is over: its cache stays. The last token was sampled and not yet computed."""
         trajectory_id = sequence.request.trajectory_id
         self._forget(trajectory_id)
-        held = sequence.context + self._overhead
         generated = sequence.target if self._hardware.keeps_generated else 0
+        found = len(sequence.request.prompt_ids) + generated
+        held = found - found % self._hardware.block_tokens + self._hardware.checkpoint_tokens
         self._cached[trajectory_id] = (held, _end(sequence.request) + generated - 1)
         self._cached_tokens += held
 

@@ -248,6 +248,7 @@ class _Live:
                 kv_tokens=memory.capacity * memory.block_tokens // memory.attention,
                 block_tokens=memory.block_tokens,
                 state_tokens=memory.states * memory.block_tokens // memory.attention,
+                checkpoint_tokens=memory.states * memory.block_tokens // memory.attention // 2,
                 keeps_generated=not memory.states,
             )
         start = self._options.start_slots
