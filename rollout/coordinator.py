@@ -265,6 +265,10 @@ class Coordinator:
         trusted = self._prompt_history and self.history.predicts()
         return trusted and any(group in self.history.prompts for group in self._chains.groups)
 
+    def predicts_costs(self) -> bool:
+        """Whether these records also tell what a turn takes."""
+        return self.predicts() and self.history.predicts_costs()
+
     def lengths_alike(self) -> bool:
         """Whether most chains end at about the same length, by the forecast of the last pass."""
         if self._alike is None:

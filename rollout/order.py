@@ -105,7 +105,7 @@ class ForecastOrder:
         return trajectory_id
 
     def evenly(self) -> bool:
-        return self._coordinator.lengths_alike() and not self._coordinator.predicts()
+        return self._coordinator.lengths_alike() and not self._coordinator.predicts_costs()
 
     def __len__(self) -> int:
         return len(self._group_of)

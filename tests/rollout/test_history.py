@@ -53,6 +53,25 @@ def test_records_of_prompts_are_trusted_only_if_they_ranked_the_prompts_right():
     assert not reverse.predicts()
 
 
+def test_what_records_tell_of_costs_is_judged_apart_from_what_they_tell_of_lengths():
+    """Ten prompts whose lengths come again. The ranks of what a turn takes do, too, or those of the last six or seven
+    are reversed, or all: squared differences of ranks sum to 70 and 112, 1 − 6 · 70 / 990 = 0.58 and 0.32."""
+    for same, correlation, told in (
+        (10, 1.0, True),
+        (4, 1 - 420 / 990, True),
+        (3, 1 - 672 / 990, False),
+        (0, -1.0, False),
+    ):
+        ranks = [*range(same), *reversed(range(same, 10))]
+        history = History()
+        history.learn([chain(f"p{n}", 5 + n, environment_s=1.0 + n) for n in range(10)])
+        assert not history.predicts_costs()  # nothing was predicted yet
+        history.learn([chain(f"p{n}", 5 + n, environment_s=1.0 + rank) for n, rank in enumerate(ranks)])
+        assert history.predicts()
+        assert history.prompt_cost_correlation == pytest.approx(correlation)
+        assert history.predicts_costs() is told
+
+
 def test_a_prompts_record_counts_as_eight_siblings_at_most_and_the_newest_count_first():
     history = History()
     history.learn([chain("a", 4)] * 6)

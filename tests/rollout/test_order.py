@@ -21,10 +21,14 @@ def all_of(order, ids):
     return [order.next() for _ in range(len(order))]
 
 
-def taught(lengths):
+def taught(lengths, turn_s=lambda number: 1.0):
+    """A history that has seen these prompts twice, with these lengths and the same seconds a turn."""
     history = History()
     for _ in range(2):
-        history.learn(ChainRecord(name, length, length, length, 10) for name, length in lengths.items())
+        history.learn(
+            ChainRecord(name, length, length, length * turn_s(number), 10)
+            for number, (name, length) in enumerate(lengths.items())
+        )
     return history
 
 
@@ -89,12 +93,17 @@ def test_trajectories_do_not_advance_evenly_where_a_few_are_long():
     assert not ForecastOrder(Coordinator(), 3).evenly()  # nor is there anybody yet
 
 
-def test_nor_where_records_of_the_prompts_predict_or_nobody_forecasts():
+def test_nor_where_records_of_the_prompts_tell_what_they_take_or_nobody_forecasts():
+    """Lengths are alike, and records predict them. Where they tell the cost of a turn, too, the longest go first; else
+    who takes long shows only on the way."""
     same = dict.fromkeys("abc", 50) | {f"other-{n}": 49 + n % 2 for n in range(40)}
-    coordinator, _ = batch(taught(same))
-    assert coordinator.lengths_alike()
-    assert coordinator.predicts()
-    assert not ForecastOrder(coordinator, 3).evenly()
+    known, _ = batch(taught(same, turn_s=float))
+    unknown, _ = batch(taught(same))
+    for coordinator, told in ((known, True), (unknown, False)):
+        assert coordinator.lengths_alike()
+        assert coordinator.predicts()
+        assert ForecastOrder(coordinator, 3).evenly() is not told
+    coordinator = unknown
     assert not make_order("arrival", coordinator, 3).evenly()
     assert not make_order("oracle", coordinator, 3, lambda trajectory_id, turn: 1.0).evenly()
 
