@@ -152,3 +152,19 @@ def test_doctor_reports_each_part_as_json(capsys):
     assert findings["verl plug-in makespan"]["state"] == "ok"
     assert findings["verl contract"]["state"] == "ok"
     assert "800 tasks" in findings["environment bfcl"]["detail"]  # four categories of 200
+
+
+def test_an_interrupt_while_the_command_is_loaded_ends_it_in_silence():
+    """As when Ctrl-C comes in the first moments: the import of the command line is interrupted."""
+    interrupted = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'makespan.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt)\n"
+        "from makespan.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
