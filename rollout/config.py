@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import yaml
 
 from makespan.rollout.errors import ConfigError, FormatError, nearest
+from makespan.rollout.yaml_document import NOT_YAML, format_yaml, parse_yaml
 
 CONFIG_VERSION = 1
 
@@ -167,10 +167,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises `ConfigError` for what cannot be used, and `FormatError` for a file of another version.
     """
     try:
-        document = yaml.safe_load(path.read_text())
+        document = parse_yaml(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except NOT_YAML as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     document = {} if document is None else document
     if not isinstance(document, dict):
@@ -187,8 +187,8 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(f"--set {override!r}: expected NAME=VALUE, for example --set admission.concurrency=4")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = parse_yaml(text)
+    except NOT_YAML as error:
         raise ConfigError(f"--set {override!r}: the value is not YAML") from error
     node = document
     for depth, key in enumerate(keys[:-1], start=1):
@@ -250,4 +250,4 @@ def _check_keys(document: Mapping[str, Any], section: type[_Section], prefix: st
 
 def to_yaml(config: RunConfig) -> str:
     """The resolved configuration, every setting spelled out."""
-    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False)
+    return format_yaml(msgspec.to_builtins(config))

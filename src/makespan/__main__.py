@@ -2,7 +2,7 @@
 
 
 def main() -> int:
-    """Run the command; returns the exit code. An interrupt while it is being loaded ends it without a traceback, too."""
+    """Run the command; returns the exit code. An interrupt while it is being loaded ends it in silence, too."""
     try:
         from makespan.cli import main as command
 

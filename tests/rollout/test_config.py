@@ -7,6 +7,7 @@ import yaml
 
 from makespan.rollout.config import RunConfig, load, to_yaml
 from makespan.rollout.errors import ConfigError, FormatError
+from makespan.rollout.yaml_document import format_yaml, parse_yaml
 
 
 @pytest.fixture
@@ -68,6 +69,9 @@ def test_the_resolved_configuration_reads_back_as_itself(write):
         ("version: 7", [], FormatError, r"version 7; this makespan reads 1"),
         ("- a\n- b", [], ConfigError, r"settings by name, not a list"),
         ("a: [", [], ConfigError, r"is not YAML"),
+        ("tasks: 2026-13-45", [], ConfigError, r"is not YAML: month must be in 1..12"),
+        ("[" * 5_000, [], ConfigError, r"is not YAML"),
+        ("", ["tasks=2026-13-45"], ConfigError, r"the value is not YAML"),
         ("", ["tasks"], ConfigError, r"expected NAME=VALUE"),
         ("", ["=3"], ConfigError, r"expected NAME=VALUE"),
         ("", ["tasks.x=3"], ConfigError, r"tasks"),
@@ -84,3 +88,21 @@ def test_what_cannot_be_used_is_refused(write, text, overrides, error, message):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*nowhere.yaml.*No such file"):
         load(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e3", 1000.0), ("1E-2", 0.01), ("+2.5e1", 25.0), (".5e0", 0.5), ("1.e2", 100.0), ("0x10", 16), ("1.5", 1.5)],
+)
+def test_a_number_with_an_exponent_is_a_number(text, value, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"sampling: {{temperature: {text}}}")
+    if value <= 1:
+        assert load(path).sampling.temperature == value
+    assert parse_yaml(f"a: {text}") == {"a": value}
+
+
+@pytest.mark.parametrize("text", ["1e3", "e3", "1e", "1e3x", "2e5/data", "0.1", "on", "null", "12:30", "text"])
+def test_settings_read_back_as_they_were_written(text):
+    assert parse_yaml(format_yaml({"path": text, "number": 1e300})) == {"path": text, "number": 1e300}
+    assert parse_yaml(f"a: {text!r}") == {"a": text}

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from makespan.rollout.errors import FormatError
 from makespan.rollout.telemetry.analysis import BatchAnalysis, analyse
 from makespan.rollout.telemetry.merge import MergedLog, merge
 from makespan.rollout.telemetry.timeline import Row, batch_start, rows
 from makespan.rollout.telemetry.tracking import tracked
+from makespan.rollout.yaml_document import NOT_YAML, parse_yaml
 
 
 class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +77,8 @@ def _document(path: Path) -> dict[str, Any] | None:
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(path.read_bytes(), type=dict)
-        return msgspec.convert(yaml.safe_load(path.read_text()), dict)
-    except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:
+        return msgspec.convert(parse_yaml(path.read_text()), dict)
+    except (msgspec.MsgspecError, *NOT_YAML) as error:
         raise FormatError(f"{path}: {error}") from error
 
 

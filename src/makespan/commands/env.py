@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -15,16 +14,17 @@ from makespan.commands.output import check_output, write_json
 from makespan.envs import client, server, worker_process
 from makespan.envs.config import ServerConfig, WorkerConfig, hosted_environments
 from makespan.rollout.errors import ConfigError
+from makespan.rollout.yaml_document import NOT_YAML, parse_yaml
 
 Config = TypeVar("Config")
 
 
 def _read(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text())
+        return parse_yaml(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, not UTF-8
+    except NOT_YAML as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
