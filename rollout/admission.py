@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
-from makespan.rollout.admission_policy import AdmissionPolicy, AdmissionStatistics, FixedConcurrency
+from makespan.rollout.admission_policy import AdmissionPolicy, AdmissionStatistics, FixedConcurrency, ReturningTurn
 from makespan.rollout.errors import ConfigError, nearest
 from makespan.rollout.memory import ReplicaMemory
 from makespan.rollout.order import AdmissionOrder
@@ -67,9 +67,9 @@ class Admission:
         """Wait until a parked trajectory may go on. Cancelled meanwhile, it stays parked until `admit` ends."""
         await self._tickets[trajectory_id]
 
-    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
+    def served(self, turn: ReturningTurn) -> None:
         """Tell the policy what became of a cache; see `AdmissionPolicy.served`."""
-        self._policy.served(expected_tokens, cached_tokens, preemptions)
+        self._policy.served(turn)
 
     def resize(self, replicas: int) -> None:
         """So many replicas are left, or are back."""

@@ -6,7 +6,7 @@ shell in which trajectories wait, and verl's coordinator, which serves many proc
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -23,6 +23,18 @@ class AdmissionStatistics(msgspec.Struct, frozen=True):
     """None: no limit."""
     parked: int = 0
     """Admitted trajectories that wait to go on."""
+
+
+class ReturningTurn(NamedTuple):
+    """What a turn that was not its trajectory's first found of what the one before had left."""
+
+    prompt_tokens: int
+    """Of the turn before."""
+    computed_tokens: int
+    """Of this turn's prompt, those that the turn before had computed."""
+    cached_tokens: int
+    """Of this turn's prompt, those that need not be computed where it was served."""
+    preemptions: int
 
 
 class AdmissionPolicy(Protocol):
@@ -46,12 +58,8 @@ class AdmissionPolicy(Protocol):
         """
         ...
 
-    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
-        """A turn was served that was not its trajectory's first.
-
-        `expected_tokens` of its prompt were cached when the one before ended; `cached_tokens` were found where it was
-        served now.
-        """
+    def served(self, turn: ReturningTurn) -> None:
+        """A turn was served that was not its trajectory's first."""
         ...
 
     def resize(self, replicas: int) -> None:
@@ -93,7 +101,7 @@ class FixedConcurrency:
     def reach(self, trajectory_id: str, context_tokens: int) -> bool:
         return True
 
-    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None: ...
+    def served(self, turn: ReturningTurn) -> None: ...
 
     def resize(self, replicas: int) -> None: ...
 

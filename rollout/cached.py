@@ -22,6 +22,7 @@ class Cache(msgspec.Struct):
     """What one trajectory has left on a replica."""
 
     tokens: int
+    """Of the next prompt, that need not be computed."""
     held: int
     """Memory that it takes."""
     needed: bool = True
@@ -49,7 +50,7 @@ class CacheMirror:
         return self._caches.get(trajectory_id)
 
     def held(self, context_tokens: int) -> int:
-        """Memory that a sequence takes here."""
+        """Memory that a sequence takes here while it runs."""
         return context_tokens if self._memory is None else self._memory.held(context_tokens)
 
     def start(self, trajectory_id: str, context_tokens: int) -> list[str]:
@@ -59,10 +60,13 @@ class CacheMirror:
         return self._make_room()
 
     def end(self, trajectory_id: str, started_tokens: int, context_tokens: int) -> list[str]:
-        """The turn that started with `started_tokens` is over and leaves `context_tokens` cached; gives the
+        """The turn that started with `started_tokens` is over, with `context_tokens` of context; gives the
         trajectories whose caches are overwritten."""
         self.running -= self.held(started_tokens)
-        cache = Cache(context_tokens, self.held(context_tokens))
+        if self._memory is None:
+            cache = Cache(context_tokens, context_tokens)
+        else:
+            cache = Cache(*self._memory.kept(started_tokens, context_tokens))
         self.discard(trajectory_id)
         self._caches[trajectory_id] = cache
         self._all += cache.held

@@ -127,7 +127,7 @@ class Fleet:
         return gone
 
     def land(self, index: int, trajectory_id: str, context_tokens: int) -> list[str]:
-        """The turn is over and leaves so much cached; gives the trajectories whose caches are overwritten."""
+        """The turn is over, with so much context; gives the trajectories whose caches are overwritten."""
         flight = self.flying[index].pop(trajectory_id)
         self._contexts[index] -= flight.context_tokens
         self._pending[index] -= flight.uncached_tokens

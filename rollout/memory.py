@@ -1,4 +1,5 @@
-"""How much of a replica's memory a context takes: all that admission and routing need to know of it.
+"""How much of a replica's memory a context takes, while it runs and while it waits: all that admission and routing need
+to know of it.
 
 The unit is whatever the capacity is counted in: tokens of context in the simulator, cache blocks on a live replica,
 where a recurrent state and the rounding to blocks make `held` more than proportional.
@@ -6,9 +7,18 @@ where a recurrent state and the rounding to blocks make `held` more than proport
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
+
+
+class Kept(NamedTuple):
+    """What a turn leaves behind until its trajectory's next one."""
+
+    tokens: int
+    """Of the next prompt: so many need not be computed."""
+    held: int
+    """Memory that it takes while it waits."""
 
 
 class ReplicaMemory(Protocol):
@@ -20,7 +30,11 @@ class ReplicaMemory(Protocol):
         ...
 
     def held(self, context_tokens: int) -> int:
-        """What one sequence with so many tokens of context holds."""
+        """What one sequence with so many tokens of context holds while it runs, at its peak."""
+        ...
+
+    def kept(self, prompt_tokens: int, context_tokens: int) -> Kept:
+        """What stays of a turn that ended with so many tokens of context, if nothing overwrites it."""
         ...
 
 
@@ -34,6 +48,9 @@ class LinearMemory(msgspec.Struct, frozen=True, kw_only=True):
     def held(self, context_tokens: int) -> int:
         return self.sequence + self.token * context_tokens
 
+    def kept(self, prompt_tokens: int, context_tokens: int) -> Kept:
+        return Kept(context_tokens, self.held(context_tokens))
+
 
 class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's memory: blocks of `block_tokens` tokens, `attention` of them at once, and blocks for recurrent states."""
@@ -44,7 +61,15 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     attention: int = 1
     """Groups of attention layers: each has its own blocks for the same tokens."""
     states: int = 0
-    """Blocks of one sequence's recurrent states at their peak."""
+    """Blocks of one sequence's recurrent states at their peak: the running ones, and with prefix caching as many that
+    they were copied from."""
 
     def held(self, context_tokens: int) -> int:
         return self.attention * -(-context_tokens // self.block_tokens) + self.states
+
+    def kept(self, prompt_tokens: int, context_tokens: int) -> Kept:
+        """Whole blocks alone are found again. A recurrent state is kept at the last block that ends in the prompt, so
+        that what was generated is computed once more."""
+        found = prompt_tokens if self.states else context_tokens - 1  # the last token was sampled, not computed
+        blocks = max(0, found) // self.block_tokens
+        return Kept(blocks * self.block_tokens, self.attention * blocks + (self.states // 2 if blocks else 0))

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 
-from makespan.rollout.admission_policy import AdmissionStatistics
+from makespan.rollout.admission_policy import AdmissionStatistics, ReturningTurn
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.memory import ReplicaMemory
 from makespan.rollout.order import AdmissionOrder, ArrivalOrder, smaller_limit
@@ -71,7 +71,8 @@ class CacheCorrection:
         """A turn was served that was not its trajectory's first.
 
         Args:
-            expected_tokens: had the replica of the one before lost nothing, and served it, so many tokens were cached.
+            expected_tokens: had the replica of the one before lost nothing that it can keep, and served it, so many
+                tokens were cached.
             active: trajectories that run now.
             kept_out: whether the limit keeps anybody from running.
         """
@@ -191,10 +192,13 @@ class Parking:
         self._parked.add(trajectory_id)
         return False
 
-    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
-        if self._correction is not None:
-            kept_out = len(self._active) < len(self._number) or self._may_start()
-            self._correction.observe(expected_tokens, cached_tokens, preemptions, len(self._active), kept_out)
+    def served(self, turn: ReturningTurn) -> None:
+        if self._correction is None:
+            return
+        kept_out = len(self._active) < len(self._number) or self._may_start()
+        kept = self._memory.kept(turn.prompt_tokens, turn.computed_tokens + 1)  # the last token was only sampled
+        expected_tokens = min(kept.tokens, turn.computed_tokens)
+        self._correction.observe(expected_tokens, turn.cached_tokens, turn.preemptions, len(self._active), kept_out)
 
     def finish(self, trajectory_id: str) -> None:
         self._waiting.withdraw(trajectory_id)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from makespan.rollout.admission import Admission
+from makespan.rollout.admission_policy import ReturningTurn
 from makespan.rollout.agent import Agent, Reply
 from makespan.rollout.conversation import ContextBuilder
 from makespan.rollout.coordinator import Coordinator
@@ -223,8 +224,13 @@ class TrajectoryRunner:
         """
         if not trajectory.turns or completion.cached_tokens is None or trajectory.turns[-1].replica_id in self._dead:
             return
-        expected_tokens = min(trajectory.computed_tokens, len(trajectory.context_ids))
-        self._admission.served(expected_tokens, completion.cached_tokens, completion.preemptions or 0)
+        turn = ReturningTurn(
+            prompt_tokens=trajectory.turns[-1].prompt_tokens,
+            computed_tokens=min(trajectory.computed_tokens, len(trajectory.context_ids)),
+            cached_tokens=completion.cached_tokens,
+            preemptions=completion.preemptions or 0,
+        )
+        self._admission.served(turn)
 
     async def _generate(self, trajectory: Trajectory, turn: int, sampling: Sampling) -> tuple[str, Completion]:
         """One inference; a replica that died is removed and another one is asked."""

@@ -39,6 +39,7 @@ from makespan.integrations.verl.router import TurnFacts
 from makespan.integrations.verl.server import environment_server
 from makespan.integrations.verl.settings import LoopSettings, parse
 from makespan.integrations.verl.transcript import Transcript, as_dicts
+from makespan.rollout.admission_policy import ReturningTurn
 from makespan.rollout.environment import Action, EnvironmentBackend, EnvironmentFailure, Session
 from makespan.rollout.errors import ConfigError, EnvironmentUnreachable, MakespanError, ReplicaFailure
 from makespan.rollout.priority import request_priority
@@ -300,7 +301,13 @@ class EnvAgentLoop(AgentLoopBase):  # type: ignore[misc]
                 end = await told
                 self._chains.resized(end.replicas)
                 if end.caches_kept and cached is not None and not self._parked:
-                    self._chains.served(episode.expected_tokens, cached, output.num_preempted or 0)
+                    turn = ReturningTurn(
+                        prompt_tokens=episode.earlier_prompt_tokens,
+                        computed_tokens=episode.expected_tokens,
+                        cached_tokens=cached,
+                        preemptions=output.num_preempted or 0,
+                    )
+                    self._chains.served(turn)
 
     def _is_parked(self, trajectory_id: str) -> None:
         """A parked trajectory is no load; verl's own router counts none."""

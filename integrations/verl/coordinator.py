@@ -24,7 +24,7 @@ import ray
 
 from makespan.integrations.verl.settings import AdmissionSettings
 from makespan.rollout.admission import make_policy
-from makespan.rollout.admission_policy import AdmissionPolicy
+from makespan.rollout.admission_policy import AdmissionPolicy, ReturningTurn
 from makespan.rollout.chains import ChainState
 from makespan.rollout.coordinator import Coordinator
 from makespan.rollout.errors import MakespanError
@@ -66,9 +66,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Those that changed."""
     asks: dict[str, int]
     """Who began to wait for admission: to start (0), or for an inference with a prompt of so many tokens."""
-    served: list[tuple[int, int, int]] = []
-    """Of turns after a first one: tokens that were cached when the last one ended, that were found, and
-    preemptions. For `AdmissionPolicy.served`; a report that is lost takes them with it."""
+    served: list[ReturningTurn] = []
+    """Turns after a first one, for `AdmissionPolicy.served`; a report that is lost takes them with it."""
     replicas: int | None = None
     """How many there were when a turn of the worker last ended; None: it was not told."""
 
@@ -141,8 +140,8 @@ class SharedCoordinator:
         for state in report.states:
             self._observe(report.worker, state)
         self._forget_the_silent(now_s)
-        for expected_tokens, cached_tokens, preemptions in report.served:
-            self._policy.served(expected_tokens, cached_tokens, preemptions)
+        for turn in report.served:
+            self._policy.served(turn)
         worker.going += [name for name, tokens in report.asks.items() if self._ask(report.worker, name, tokens)]
         self._let_in(now_s)
         self._renew_keys(now_s)

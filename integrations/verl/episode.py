@@ -45,6 +45,8 @@ class Episode:
         self.max_weights_version = self.weights_version
         self.weights_changed = False  # before or with the last turn, which may have waited for that at its replica
         self.expected_tokens = 0  # of the last turn's prompt: cached, if its replica had lost nothing
+        self.earlier_prompt_tokens = 0  # of the turn before the last one
+        self._last_prompt_tokens = 0
         self._computed_tokens = 0  # of this trajectory's context, computed by some replica so far
 
     def acted(self, timing: ActionTiming) -> None:
@@ -63,6 +65,7 @@ class Episode:
             self.max_weights_version = int(last)
         cached = versions.get("num_cached_tokens")
         self.expected_tokens = min(self._computed_tokens, prompt_tokens)
+        self.earlier_prompt_tokens, self._last_prompt_tokens = self._last_prompt_tokens, prompt_tokens
         if cached is None or self.cached_tokens is None or self.recomputed_tokens is None:
             self.cached_tokens = self.recomputed_tokens = None
         else:

@@ -21,6 +21,7 @@ import msgspec
 
 from makespan.integrations.verl.coordinator import SILENT_S, Actor, Exchange, JobSettings, Report, connect
 from makespan.integrations.verl.waiting_room import WaitingRoom
+from makespan.rollout.admission_policy import ReturningTurn
 from makespan.rollout.chains import ChainState
 from makespan.rollout.trajectory import Progress
 
@@ -56,7 +57,7 @@ class Chains(Protocol):
         the chain); the context has so many tokens with it."""
         ...
 
-    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
+    def served(self, turn: ReturningTurn) -> None:
         """A turn was served that was not the first; see `AdmissionPolicy.served`."""
         ...
 
@@ -92,7 +93,7 @@ class Unreported:
 
     def inferred(self, trajectory_id: str, seconds: float | None, context_tokens: int) -> None: ...
 
-    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None: ...
+    def served(self, turn: ReturningTurn) -> None: ...
 
     def resized(self, replicas: int) -> None: ...
 
@@ -128,7 +129,7 @@ class ChainReporter:
         self._connect = connect
         self._admission = job.admission
         self._room = WaitingRoom(job.admission.concurrency)
-        self._served: list[tuple[int, int, int]] = []
+        self._served: list[ReturningTurn] = []
         self._replicas: int | None = None
         self._number = 0
         self._asked_first_s = 0.0
@@ -165,8 +166,8 @@ class ChainReporter:
         state.first_tokens = state.first_tokens or context_tokens
         state.tokens = context_tokens
 
-    def served(self, expected_tokens: int, cached_tokens: int, preemptions: int) -> None:
-        self._served.append((expected_tokens, cached_tokens, preemptions))
+    def served(self, turn: ReturningTurn) -> None:
+        self._served.append(turn)
 
     def resized(self, replicas: int) -> None:
         self._replicas = replicas

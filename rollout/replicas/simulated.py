@@ -28,6 +28,7 @@ from collections import OrderedDict, deque
 import msgspec
 
 from makespan.rollout.errors import ConfigError, ReplicaFailure
+from makespan.rollout.memory import Kept
 from makespan.rollout.replicas.base import Completion, ReplicaLoad, Request
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.tokens import CountedTokens
@@ -52,6 +53,20 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a turn finds what the one before generated, too. vLLM keeps the states of a hybrid model at the ends of
     prompts only, by default: there it finds the prompt before, and computes what was generated again."""
     cost: InferenceCost = InferenceCost()
+
+    # Its memory, as `ReplicaMemory` asks for it
+
+    @property
+    def capacity(self) -> int:
+        return self.kv_tokens
+
+    def held(self, context_tokens: int) -> int:
+        return context_tokens + self.block_tokens - 1 + self.state_tokens
+
+    def kept(self, prompt_tokens: int, context_tokens: int) -> Kept:
+        found = context_tokens if self.keeps_generated else prompt_tokens
+        whole = found - found % self.block_tokens
+        return Kept(whole, whole + self.checkpoint_tokens)
 
 
 class _Sequence:
@@ -105,7 +120,7 @@ class SimulatedReplica:
         self._replica_id = replica_id
         self._hardware = hardware
         self._cost = hardware.cost
-        self._overhead = hardware.block_tokens - 1 + hardware.state_tokens
+        self._overhead = hardware.held(0)
         self._orders = 0
         self._preemptions = 0
         self._waiting: list[tuple[int, int, _Sequence]] = []
@@ -282,9 +297,9 @@ class SimulatedReplica:
         """A turn is over: its cache stays. The last token was sampled and not yet computed."""
         trajectory_id = sequence.request.trajectory_id
         self._forget(trajectory_id)
+        prompt_tokens = len(sequence.request.prompt_ids)
+        held = self._hardware.kept(prompt_tokens, prompt_tokens + sequence.target).held
         generated = sequence.target if self._hardware.keeps_generated else 0
-        found = len(sequence.request.prompt_ids) + generated
-        held = found - found % self._hardware.block_tokens + self._hardware.checkpoint_tokens
         self._cached[trajectory_id] = (held, _end(sequence.request) + generated - 1)
         self._cached_tokens += held
 

@@ -18,7 +18,6 @@ from makespan.rollout.admission import OversampleCut, make_admission
 from makespan.rollout.coordinator import RERANK_DISPATCHES, RERANK_INTERVAL_S, Coordinator
 from makespan.rollout.engine import RolloutEngine
 from makespan.rollout.history import History
-from makespan.rollout.memory import LinearMemory
 from makespan.rollout.order import make_order, smaller_limit
 from makespan.rollout.replay.agent import LengthConversation, TraceAgent
 from makespan.rollout.replay.environments import START, STEP, ReplayEnvironments
@@ -167,17 +166,17 @@ async def _simulate(
         rerank_interval_s=0.0 if policies.rerank_dispatches == 1 else RERANK_INTERVAL_S,
     )
     order = make_order(policies.order, coordinator, smaller_limit(policies.concurrency, policies.reference), knows)
-    overhead = hardware.replica.block_tokens - 1 + hardware.replica.state_tokens
-    memory = LinearMemory(capacity=hardware.replica.kv_tokens, sequence=overhead)
     with EventLog(job.log_path, "engine", loop.time, header=HEADER) as events:
         engine = RolloutEngine(
             replicas=replicas,
-            router=make_router(policies.routing, list(replicas), random.Random(job.seed), memory=memory, cost=cost),
+            router=make_router(
+                policies.routing, list(replicas), random.Random(job.seed), memory=hardware.replica, cost=cost
+            ),
             admission=make_admission(
                 policies.admission,
                 policies.concurrency,
                 order,
-                memory=memory,
+                memory=hardware.replica,
                 replicas=hardware.replicas,
                 reference=policies.reference,
             ),
