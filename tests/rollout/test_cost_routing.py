@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from makespan.rollout.cached import CacheMirror
+from makespan.rollout.cached import Cache, CacheMirror
 from makespan.rollout.cost_routing import CostRouter
 from makespan.rollout.errors import ReplicaFailure
-from makespan.rollout.memory import LinearMemory
+from makespan.rollout.memory import BlockMemory, LinearMemory
 from makespan.rollout.route import RouteRequest, Served
 from makespan.rollout.simulation.cost import InferenceCost
 
@@ -306,3 +306,16 @@ def test_a_mirror_overwrites_the_least_recently_used_and_keeps_its_sums():
     assert (mirror.running, mirror.needed) == (0, 710)
     assert mirror.clear() == ["big"]
     assert mirror.needed == 0
+
+
+def test_the_mirror_holds_what_vllm_keeps_between_turns():
+    """A hybrid's prompt of 700 tokens takes 2 + 6 blocks while it runs and 1 + 3 while it waits: three that wait and
+    one that runs fit into 20, a second one that runs overwrites the oldest two."""
+    mirror = CacheMirror(BlockMemory(capacity=20, block_tokens=384, states=6))
+    for name in "abc":
+        mirror.start(name, 700)
+        assert mirror.end(name, 700, 760) == []
+    assert mirror.needed == 12
+    assert mirror.get("a") == Cache(tokens=384, held=4)
+    assert mirror.start("d", 700) == []
+    assert mirror.start("e", 700) == ["a", "b"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from makespan.rollout.admission import make_admission
+from makespan.rollout.admission_policy import ReturningTurn
 from makespan.rollout.agent import ModelAgent, ScriptAgent
 from makespan.rollout.conversation import Conversation
 from makespan.rollout.coordinator import Coordinator
@@ -107,10 +108,10 @@ def test_a_trajectory_alternates_inference_and_actions_until_the_environment_end
     assert rig.nothing_is_held()
 
 
-def hears(rig: Rig) -> list[tuple[int, int, int]]:
+def hears(rig: Rig) -> list[ReturningTurn]:
     """What its admission is told of caches."""
-    told: list[tuple[int, int, int]] = []
-    rig.admission.served = lambda *found: told.append(found)
+    told: list[ReturningTurn] = []
+    rig.admission.served = told.append
     return told
 
 
@@ -122,7 +123,8 @@ def test_admission_hears_what_every_turn_but_the_first_found_wherever_it_was_ser
     (result,) = rig.run([task("a", length=4)])
     assert result.state == TrajectoryState.FINISHED
     prompts = [len(replicas[turn % 2].prompts[turn // 2]) for turn in range(3)]
-    assert told == [(prompt + len(say("ok")) - 1, 0, 0) for prompt in prompts]  # of the last token nothing is computed
+    # of the last token nothing is computed
+    assert told == [(prompt, prompt + len(say("ok")) - 1, 0, 0) for prompt in prompts]
 
 
 def test_a_cache_that_died_with_its_replica_was_not_overwritten():

@@ -25,6 +25,19 @@ def test_memory_in_tokens_and_in_blocks():
     assert hybrid.capacity // hybrid.held(2828) == 4
 
 
+def test_what_waits_between_turns_is_whole_blocks_and_one_state():
+    """Of 1,000 prompt tokens and 500 generated, in blocks of 384: a hybrid finds the 2 whole blocks of the prompt and
+    keeps 3 states of its 6; attention alone finds 3 of the 1,499 computed tokens, in two groups of layers each."""
+    hybrid = BlockMemory(capacity=59, block_tokens=384, attention=1, states=6)
+    assert hybrid.kept(1_000, 1_500) == (768, 2 + 3)
+    assert hybrid.kept(383, 500) == (0, 0)
+    attention = BlockMemory(capacity=59, block_tokens=384, attention=2)
+    assert attention.kept(1_000, 1_500) == (1_152, 6)
+    assert attention.kept(1_000, 1_537) == (1_536, 8)
+    assert attention.kept(1_000, 1_536) == (1_152, 6)  # the last token was sampled, not computed
+    assert LinearMemory(capacity=1000, sequence=50).kept(100, 200) == (200, 250)
+
+
 def test_an_unknown_model_counts_as_attention_alone(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["NobodyKnowsForCausalLM"]}')
     memory = replica_memory(tmp_path, ready(60), on_gpu=False, prefix_caching=True)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from makespan.rollout import parking as parking_module
 from makespan.rollout.admission import Admission, make_admission
+from makespan.rollout.admission_policy import ReturningTurn
 from makespan.rollout.errors import ConfigError
-from makespan.rollout.memory import LinearMemory
+from makespan.rollout.memory import BlockMemory, LinearMemory
 from makespan.rollout.order import ArrivalOrder
 from makespan.rollout.parking import CacheCorrection, Parking
 
@@ -364,9 +365,30 @@ def test_lost_caches_lower_the_limit_of_the_policy():
     started(policy, "abc")
     assert all(policy.reach(name, 310) for name in "abc")
     for _ in range(16):
-        policy.served(300, 0, 0)
+        policy.served(ReturningTurn(prompt_tokens=250, computed_tokens=300, cached_tokens=0, preemptions=0))
     assert not policy.reach("c", 310)
     assert policy.reach("a", 310)
+
+
+@pytest.mark.parametrize(
+    ("states", "cached_tokens", "goes_on"),
+    [
+        (6, 384, True),  # a recurrent state is kept where the last whole block of the prompt of 500 ends
+        (6, 230, False),
+        (0, 768, True),  # attention alone keeps what was generated, too: two whole blocks of 1,000
+        (0, 384, False),
+    ],
+)
+def test_what_no_replica_can_keep_is_not_lost(states, cached_tokens, goes_on):
+    """80 of 100 blocks are booked. The limit stays at 95 where turns find all that vLLM keeps; it falls to 70 in five
+    rounds in which 40% of that was lost."""
+    memory = BlockMemory(capacity=100, block_tokens=384, states=states)
+    policy = Parking(None, memory=memory, replicas=1, correction=CacheCorrection())
+    started(policy, "ab")
+    for _ in range(5 * 16):
+        policy.served(ReturningTurn(500, 1_000, cached_tokens, 0))
+    assert policy.reach("a", 384 * (40 - states))
+    assert policy.reach("b", 384 * (40 - states)) == goes_on
 
 
 def test_a_parked_trajectory_waits_in_the_shell_and_a_cancelled_one_leaves_its_place():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from makespan.integrations.verl.coordinator import Exchange, Report, SharedCoordinator
+from makespan.rollout.admission_policy import ReturningTurn
 from makespan.rollout.chains import ChainState
 
 SLOTS = {"env": 2}
@@ -26,7 +27,7 @@ def tell(
     *,
     answered: bool = False,
     number: int | None = None,
-    served: list[tuple[int, int, int]] | None = None,
+    served: list[ReturningTurn] | None = None,
     replicas: int | None = None,
 ) -> Exchange:
     """A worker's report, later than all before it unless it has a number, and what it gets for it."""

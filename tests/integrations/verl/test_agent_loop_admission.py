@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from makespan.integrations.verl.reporter import Unreported
+from makespan.rollout.admission_policy import ReturningTurn
 from makespan.rollout.environment import EnvironmentFailure
 from tests.integrations.verl.loop_fakes import (
     ROW,
@@ -31,14 +32,14 @@ class Door(Unreported):
         self.log: list[Any] = []
         self.waited_at = asyncio.Event()
         self.parks = True
-        self.caches: list[tuple[int, int, int]] = []
+        self.caches: list[ReturningTurn] = []
         self.replicas: list[int] = []
 
     def resized(self, replicas: int) -> None:
         self.replicas.append(replicas)
 
-    def served(self, *cache: int) -> None:
-        self.caches.append(cache)  # type: ignore[arg-type]
+    def served(self, turn: ReturningTurn) -> None:
+        self.caches.append(turn)
 
     async def admit(self, trajectory_id: str) -> None:
         self.log.append("admit")
@@ -87,8 +88,8 @@ def test_admission_hears_what_a_returning_turn_found_unless_it_was_parked(parks:
     door.parks = parks
     admission = {"policy": "parking", "replicas": 1, "memory": {"num_blocks": 9, "block_tokens": 16}}
     run(lambda: _behind(door, client, FakeEnvironment(), admission=admission))
-    # The first turn computed 6 + 2 - 1 tokens, of which the second found 3.
-    assert door.caches == ([] if parks else [(7, 3, 0)])
+    # The first turn had 6 tokens and computed 6 + 2 - 1, of which the second found 3.
+    assert door.caches == ([] if parks else [(6, 7, 3, 0)])
     assert door.replicas == [9, 8]  # as the router says
 
 

@@ -21,6 +21,7 @@ from makespan.integrations.verl.coordinator import (
 )
 from makespan.integrations.verl.reporter import ChainReporter
 from makespan.integrations.verl.settings import AdmissionSettings, MemorySettings
+from makespan.rollout.admission_policy import ReturningTurn
 from makespan.rollout.chains import ChainState
 from tests.integrations.verl.local_ray import local_ray
 from tests.integrations.verl.reports import SLOTS, Clock, tell
@@ -184,7 +185,7 @@ def test_caches_that_are_lost_make_the_limit_smaller() -> None:
     for cached_tokens, admitted in ((0, []), (100, ["b"])):
         coordinator, _ = shared(PARKING)
         enter(coordinator, "one", "a")
-        served = [(100, cached_tokens, 0)] * 16
+        served = [ReturningTurn(90, 100, cached_tokens, 0)] * 16
         going(coordinator, "one", [], answered=True, served=served)
         assert going(coordinator, "one", [], {"a": 850}) == ["a"]
         assert enter(coordinator, "one", "b") == admitted
