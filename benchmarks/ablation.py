@@ -29,6 +29,11 @@ RUNGS = ("coupled", "+parking", "+routing", "+caas", "+history", "-parking", "-r
 
 ENDS = ("coupled", "+parking", "+history")
 
+SHARES = ("coupled", "+parking", "+caas", "+history", "oracle")
+"""Of workloads that keep what a full-size batch is like: environment seconds for each of inference, and slots for each
+trajectory. (256 trajectories on four replicas, slots at the knee: 0.8 and a tenth for search, 2.5 and a sixth for
+lognormal-0.5, 2.5 and 0.07 for lognormal-1, 4.6 and a quarter for swe.)"""
+
 MEMORY = ("coupled", "+history", "-parking", "-routing")
 """What memory decides: everything, admitting everybody, sticky least-in-flight."""
 
@@ -54,7 +59,7 @@ def _scaled(regime: str, tokens: str, times: str, *more: str) -> tuple[str, ...]
 
 WORKLOADS = (
     Workload("bfcl", "short function calls, few slots", _scaled("bfcl", "0.2", "0.2")),
-    Workload("search", "few turns with long results", _scaled("search", "0.05", "0.2"), (*ENDS, "oracle")),
+    Workload("search", "few turns with long results", _scaled("search", "0.05", "0.075", "--slots", "3"), SHARES),
     Workload(
         "slots for all",
         "bfcl with a slot for every trajectory: nothing to win",
@@ -97,9 +102,14 @@ WORKLOADS = (
         _scaled("lognormal-0.5", "0.05", "0.03", "--num-blocks", "40"),
         MEMORY,
     ),
-    Workload("lognormal-0.5", "turns that differ moderately", _scaled("lognormal-0.5", "0.02", "0.04"), ENDS),
-    Workload("lognormal-1", "turns that differ much", _scaled("lognormal-1", "0.01", "0.03"), ENDS),
-    Workload("swe", "repository repair", _scaled("swe", "0.01", "0.015"), ENDS),
+    Workload(
+        "lognormal-0.5",
+        "turns that differ moderately",
+        _scaled("lognormal-0.5", "0.02", "0.027", "--slots", "5"),
+        SHARES,
+    ),
+    Workload("lognormal-1", "turns that differ much", _scaled("lognormal-1", "0.01", "0.013", "--slots", "2"), SHARES),
+    Workload("swe", "repository repair", _scaled("swe", "0.01", "0.0125", "--slots", "8"), SHARES),
 )
 
 
