@@ -32,7 +32,7 @@ ENDS = ("coupled", "+parking", "+history")
 SHARES = ("coupled", "+parking", "+caas", "+history", "oracle")
 """Of workloads that keep what a full-size batch is like: environment seconds for each of inference, and slots for each
 trajectory. (256 trajectories on four replicas, slots at the knee: 0.8 and a tenth for search, 2.5 and a sixth for
-lognormal-0.5, 2.5 and 0.07 for lognormal-1, 4.6 and a quarter for swe.)"""
+lognormal-0.5, 2.5 and 0.07 for lognormal-1.)"""
 
 MEMORY = ("coupled", "+history", "-parking", "-routing")
 """What memory decides: everything, admitting everybody, sticky least-in-flight."""
@@ -86,8 +86,8 @@ WORKLOADS = (
     ),
     Workload(
         "long sessions",
-        "sessions with contexts of up to 12,000 tokens and 48 cache blocks a replica",
-        _scaled("coding-sessions", "0.02", "0.02", "--chains", "16", "--num-blocks", "48"),
+        "sessions with contexts of up to 6,000 tokens and 28 cache blocks a replica",
+        _scaled("coding-sessions", "0.01", "0.012", "--chains", "16", "--slots", "2", "--num-blocks", "28"),
         MEMORY,
     ),
     Workload(
@@ -109,7 +109,6 @@ WORKLOADS = (
         SHARES,
     ),
     Workload("lognormal-1", "turns that differ much", _scaled("lognormal-1", "0.01", "0.013", "--slots", "2"), SHARES),
-    Workload("swe", "repository repair", _scaled("swe", "0.01", "0.0125", "--slots", "8"), SHARES),
 )
 
 
