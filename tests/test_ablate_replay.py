@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from makespan.cli import main
+from makespan.commands import ablate_replay
 from makespan.commands.ablate import Row, order_agreement, with_simulation
 from makespan.commands.ablate_replay import LEAST_DRAWS, MOST_DRAWS, Replayed, at_speed, drawn_s
 from makespan.rollout.replay.trace import Trace, TraceHeader, write_trace
@@ -127,6 +128,23 @@ def test_what_a_tie_decides_is_simulated_until_its_mean_is_known():
 
 def test_what_no_tie_decides_is_simulated_a_few_times():
     assert drawn_s(*chains_and_hardware(10, 10), Policies(), 3, lambda: None) == [10.0] * LEAST_DRAWS
+
+
+@pytest.mark.parametrize(("jitter", "both"), [(0.01, True), (0.0, False)])
+def test_milliseconds_that_decide_who_comes_first_are_drawn(jitter, both, monkeypatch):
+    """One replica that serves one at a time. Both chains come back from their environments at 12 s, one to generate for
+    100 s, the other for 1 s before an action of 50 s: the batch takes 163 s if the first one comes first, 113 s if not.
+    """
+    monkeypatch.setattr(ablate_replay, "JITTER", jitter)
+    chains = (
+        recording("a", "a", 5, (1, 1, 11.0), (100, 0, None)),
+        recording("b", "b", 5, (1, 1, 10.0), (1, 1, 50.0), (1, 0, None)),
+    )
+    _, hardware = chains_and_hardware(1)
+    hardware = msgspec.structs.replace(hardware, replicas=1, slots=2)
+    drawn = drawn_s(Trace(TraceHeader(), chains), hardware, Policies(), 3, lambda: None)
+    first = [seconds > 150 for seconds in drawn]
+    assert (any(first) and not all(first)) == both
 
 
 def test_a_deviation_stands_beside_what_chance_explains():

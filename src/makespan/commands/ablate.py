@@ -309,7 +309,7 @@ def _show(console: Console, title: str, rows: list[Row], notes: Sequence[str]) -
     console.print(table)
     legend = "seconds: makespan; bound: over its lower bound; vs: change in %; again: prefilled tokens computed before"
     if simulated:
-        legend += "; sim.: simulated seconds; off: from the replayed, in %, and what ties drawn otherwise make of it"
+        legend += "; sim.: simulated seconds; off: from the replayed, in %, and what chance makes of it"
     console.print(legend, soft_wrap=True)
     for row in rows:
         kept = f"what it keeps has {row.kept_length_ratio:.2f} of the mean length"

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ from makespan.rollout.coordinator import Coordinator
 from makespan.rollout.history import History
 from makespan.rollout.replay.fidelity import fidelity
 from makespan.rollout.replay.plan import plan
-from makespan.rollout.replay.trace import Trace
+from makespan.rollout.replay.trace import Trace, TraceTurn
 from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.replicas.vllm import VllmReplica, visible_gpus
 from makespan.rollout.resources.calibration import Calibration
@@ -56,7 +58,7 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     """How fast the replicas' cores were during the batch (`CoreSpeed`); None on GPUs."""
     simulated_s: float | None = None
     """The makespan of the same batch under the same policies in simulation, on cores of that speed: the mean over
-    draws of the ties that policies break at random."""
+    draws of the ties that policies break at random, and of small deviations of the environments' times."""
     simulated_sd_s: float | None = None
     """Standard deviation over these draws: the replay is one of them."""
 
@@ -76,6 +78,9 @@ OnRun = Callable[[Replayed], None]
 LEAST_DRAWS, MOST_DRAWS = 8, 64
 """Simulations of a batch. Who is placed where on a tie can decide a makespan, most with sticky routing: with scarce
 memory its standard deviation over draws was 7 to 23% of it. A replay is one draw."""
+JITTER = 0.01
+"""Each draw's environment times deviate by so much (standard deviation of the logarithm), as they do in a replay: a few
+milliseconds decide who comes first, and that what follows."""
 CERTAIN = 0.02
 """The mean over draws is known well enough when its standard error is so small a share of it."""
 
@@ -262,16 +267,32 @@ class _Live:
 def drawn_s(
     batch: Trace, hardware: Hardware, policies: Policies, seed: int, known: Callable[[], History | None]
 ) -> list[float]:
-    """Makespans in simulation, each with other draws of ties, until their mean is `CERTAIN` or there are `MOST_DRAWS`;
-    `known` gives what the job knows before the batch, anew each time, as a batch adds to it."""
+    """Makespans in simulation, each with other draws of ties and with environment times that deviate by `JITTER`, until
+    their mean is `CERTAIN` or there are `MOST_DRAWS`; `known` gives what the job knows before the batch, anew each
+    time, as a batch adds to it."""
     drawn: list[float] = []
     while len(drawn) < MOST_DRAWS:
-        drawn.append(outcome(batch, hardware, policies, MOST_DRAWS * seed + len(drawn), known()).makespan_s)
+        draw = MOST_DRAWS * seed + len(drawn)
+        drawn.append(outcome(_shaken(batch, random.Random(draw)), hardware, policies, draw, known()).makespan_s)
         if len(drawn) >= LEAST_DRAWS:
             error = statistics.stdev(drawn) / len(drawn) ** 0.5
             if error <= CERTAIN * statistics.fmean(drawn):
                 break
     return drawn
+
+
+def _shaken(batch: Trace, rng: random.Random) -> Trace:
+    """The batch with environment times that deviate a little."""
+
+    def shaken(turn: TraceTurn) -> TraceTurn:
+        if turn.environment_s is None:
+            return turn
+        return msgspec.structs.replace(turn, environment_s=turn.environment_s * math.exp(rng.gauss(0.0, JITTER)))
+
+    chains = tuple(
+        msgspec.structs.replace(chain, turns=tuple(map(shaken, chain.turns))) for chain in batch.trajectories
+    )
+    return msgspec.structs.replace(batch, trajectories=chains)
 
 
 def at_speed(hardware: Hardware, core_s: float | None, calibrated_core_s: float | None) -> Hardware:
