@@ -160,7 +160,7 @@ def reference_concurrency(trace: Trace, hardware: Hardware) -> int:
         for trajectory in trace.trajectories
     ]
     memory = hardware.replicas * hardware.replica.kv_tokens
-    overhead = hardware.replica.block_tokens - 1 + hardware.replica.state_tokens
+    overhead = hardware.replica.held(0)
     return max(1, int(MEMORY_MARGIN * memory * len(means) / sum(mean + overhead for mean in means)))
 
 
