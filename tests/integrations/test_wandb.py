@@ -139,6 +139,24 @@ def test_a_trainer_that_counts_by_itself_keeps_its_rows(tmp_path: Path, batch: R
     assert [(row["loss"], row[AXIS]) for row in rows] == [(0.0, 0), (1.0, 1), (2.0, 2)]
 
 
+def test_a_run_file_that_is_still_being_written_is_read_up_to_its_last_whole_record(
+    tmp_path: Path, batch: ReportedRun
+) -> None:
+    """Of the reader that these tests rest on: W&B's service may still be writing when a test reads."""
+    run = trainers_run(tmp_path)
+    attach(run).log(batch, step=0)
+    run.log({"loss": 1.0})
+    run.finish()
+    whole = run_file(tmp_path).read_bytes()
+    rows = history(run_file(tmp_path))
+    part = tmp_path / "part.wandb"
+    for length in {*range(7, len(whole), 13), *range(len(whole) - 64, len(whole))}:
+        part.write_bytes(whole[:length])
+        read = history(part)
+        assert read == rows[: len(read)]
+    assert len(rows) == 1
+
+
 def test_a_table_beside_a_trainers_own_figures_leaves_their_axis_alone(tmp_path: Path) -> None:
     run = trainers_run(tmp_path)
     for step in (1, 2):

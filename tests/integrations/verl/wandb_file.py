@@ -58,6 +58,7 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 def _messages(data: bytes) -> list[bytes]:
+    """Whole messages only: the file may be read while its last one is being written."""
     messages: list[bytes] = []
     part = b""
     position = HEADER_BYTES
@@ -69,7 +70,7 @@ def _messages(data: bytes) -> list[bytes]:
         length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
         start = position + HEADER_BYTES
         position = start + length
-        if kind == 0:
+        if kind == 0 or position > len(data):
             break
         part += data[start:position]
         if kind in (1, 4):
