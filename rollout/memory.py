@@ -63,6 +63,8 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     states: int = 0
     """Blocks of one sequence's recurrent states at their peak: the running ones, and with prefix caching as many that
     they were copied from."""
+    prefix_caching: bool = True
+    """Without it nothing is found again."""
 
     def held(self, context_tokens: int) -> int:
         return self.attention * -(-context_tokens // self.block_tokens) + self.states
@@ -70,6 +72,8 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     def kept(self, prompt_tokens: int, context_tokens: int) -> Kept:
         """Whole blocks alone are found again. A recurrent state is kept at the last block that ends in the prompt, so
         that what was generated is computed once more."""
+        if not self.prefix_caching:
+            return Kept(0, 0)
         found = prompt_tokens if self.states else context_tokens - 1  # the last token was sampled, not computed
         blocks = max(0, found) // self.block_tokens
         return Kept(blocks * self.block_tokens, self.attention * blocks + (self.states // 2 if blocks else 0))

@@ -28,14 +28,18 @@ class MemorySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Groups of attention layers: each has its own blocks for the same tokens."""
     recurrent_groups: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Groups of recurrent layers (Mamba and the like); a model without them has none."""
+    prefix_caching: bool = True
+    """As `rollout.enable_prefix_caching` of verl, whose default it is."""
 
     def memory(self) -> BlockMemory:
-        """As admission and routing use it; with prefix caching, which is verl's default."""
+        """As admission and routing use it."""
+        copies = 2 if self.prefix_caching else 1  # a running state, and the checkpoint that it was copied from
         return BlockMemory(
             capacity=self.num_blocks - 1,
             block_tokens=self.block_tokens,
             attention=self.attention_groups,
-            states=2 * self.recurrent_groups,  # the running state and the checkpoint that it was copied from
+            states=copies * self.recurrent_groups,
+            prefix_caching=self.prefix_caching,
         )
 
 

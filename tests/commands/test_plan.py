@@ -33,6 +33,7 @@ def test_a_plan_is_written_with_its_main_figures_by_name(tmp_path, capsys):
         "bytes_per_block": 8_650_752,
         "attention_groups": 1,
         "recurrent_groups": 9,
+        "prefix_caching": True,
     }
     assert {name: figures[name] for name in expected} == expected
     arguments = figures["vllm_args"]

@@ -43,6 +43,9 @@ def test_an_unknown_model_counts_as_attention_alone(tmp_path):
     memory = replica_memory(tmp_path, ready(60), on_gpu=False, prefix_caching=True)
     assert memory == BlockMemory(capacity=59, block_tokens=100, attention=1, states=0)
     assert replica_memory(tmp_path, ready(None), on_gpu=False, prefix_caching=True) is None
+    uncached = replica_memory(tmp_path, ready(60), on_gpu=False, prefix_caching=False)
+    assert uncached is not None
+    assert uncached.kept(1_000, 1_500) == (0, 0)
 
 
 def test_blocks_that_do_not_hold_one_longest_context_are_refused_before_an_engine_starts(

@@ -371,18 +371,19 @@ def test_lost_caches_lower_the_limit_of_the_policy():
 
 
 @pytest.mark.parametrize(
-    ("states", "cached_tokens", "goes_on"),
+    ("states", "prefix_caching", "cached_tokens", "goes_on"),
     [
-        (6, 384, True),  # a recurrent state is kept where the last whole block of the prompt of 500 ends
-        (6, 230, False),
-        (0, 768, True),  # attention alone keeps what was generated, too: two whole blocks of 1,000
-        (0, 384, False),
+        (6, True, 384, True),  # a recurrent state is kept where the last whole block of the prompt of 500 ends
+        (6, True, 230, False),
+        (0, True, 768, True),  # attention alone keeps what was generated, too: two whole blocks of 1,000
+        (0, True, 384, False),
+        (3, False, 0, True),
     ],
 )
-def test_what_no_replica_can_keep_is_not_lost(states, cached_tokens, goes_on):
+def test_what_no_replica_can_keep_is_not_lost(states, prefix_caching, cached_tokens, goes_on):
     """80 of 100 blocks are booked. The limit stays at 95 where turns find all that vLLM keeps; it falls to 70 in five
     rounds in which 40% of that was lost."""
-    memory = BlockMemory(capacity=100, block_tokens=384, states=states)
+    memory = BlockMemory(capacity=100, block_tokens=384, states=states, prefix_caching=prefix_caching)
     policy = Parking(None, memory=memory, replicas=1, correction=CacheCorrection())
     started(policy, "ab")
     for _ in range(5 * 16):

@@ -23,7 +23,11 @@ def replica_memory(model: Path, ready: Ready, *, on_gpu: bool, prefix_caching: b
     if known is not None:
         attention, states = max(1, known.attention_groups), known.states_held
     return BlockMemory(
-        capacity=max(1, ready.num_blocks - 1), block_tokens=ready.block_tokens, attention=attention, states=states
+        capacity=max(1, ready.num_blocks - 1),
+        block_tokens=ready.block_tokens,
+        attention=attention,
+        states=states,
+        prefix_caching=prefix_caching,
     )
 
 

@@ -212,6 +212,7 @@ def figures(plan: MemoryPlan) -> dict[str, object]:
         "bytes_per_block",
         "attention_groups",
         "recurrent_groups",
+        "prefix_caching",
     )
     return {
         **{name: getattr(found, name) for name in names},

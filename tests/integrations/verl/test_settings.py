@@ -24,6 +24,16 @@ def test_a_replicas_memory_is_the_plans_figures() -> None:
     memory = settings.memory.memory()
     assert memory.capacity == 100  # without vLLM's null block
     assert memory.held(529) == 2 + 2 * 9  # two blocks of attention, and a state and its checkpoint in every group
+    assert memory.kept(1_060, 1_100) == (1_056, 2 + 9)
+
+
+def test_without_prefix_caching_a_replica_has_no_checkpoints_and_keeps_nothing() -> None:
+    plan = {"num_blocks": 101, "block_tokens": 528, "recurrent_groups": 9, "prefix_caching": False}
+    settings = parse(RouterSettings, {"memory": plan}, "router.yaml")
+    assert settings.memory is not None
+    memory = settings.memory.memory()
+    assert memory.held(529) == 2 + 9
+    assert memory.kept(1_060, 1_100) == (0, 0)
 
 
 @pytest.mark.parametrize(
