@@ -6,8 +6,10 @@ steps up to the next event are one timer; an arrival cuts that run at the end of
 O(log n), whatever the number of tokens.
 
 Memory holds `kv_tokens`. A sequence holds its context while it runs. When its turn is over, its cache stays: whole
-blocks and one state, less than it held. The least recently used one is overwritten first, whole: without its recurrent
-state a hybrid model's prefix is of no use.
+blocks and one state, less than it held. What was given back first is overwritten first, and a cache that has lost a
+part is lost: without its recurrent state a hybrid model's prefix is of no use. As in vLLM what nobody can find again is
+overwritten in its turn, too: the rest of such a cache, the checkpoint of the turn before last, whole blocks of what a
+hybrid's turn generated. A checkpoint is given back when its prompt was computed, the prompt when the turn is over.
 Requests start in the order of priority and arrival, when the next chunk has room for some of their prompt and the
 memory for all of it: until then they hold nothing, as in vLLM, and what is urgent need not wait for a long prompt that
 has not begun. When the running ones outgrow the memory and no waiting cache is left to overwrite, the newest loses its
@@ -24,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import OrderedDict, deque
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,7 +43,7 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int = 840_000
     """Tokens of context that fit into its memory."""
     block_tokens: int = 1
-    """Granularity of the cache: a hit is a multiple of it, and each running sequence wastes up to a block less one."""
+    """Granularity of the cache: a hit is a multiple of it, and each running sequence wastes half a block on average."""
     state_tokens: int = 0
     """Memory of one sequence's recurrent state while it runs, in tokens of context."""
     checkpoint_tokens: int = 0
@@ -61,12 +64,12 @@ class ReplicaHardware(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_tokens
 
     def held(self, context_tokens: int) -> int:
-        return context_tokens + self.block_tokens - 1 + self.state_tokens
+        return context_tokens + (self.block_tokens - 1) // 2 + self.state_tokens
 
     def kept(self, prompt_tokens: int, context_tokens: int) -> Kept:
         found = context_tokens if self.keeps_generated else prompt_tokens
         whole = found - found % self.block_tokens
-        return Kept(whole, whole + self.checkpoint_tokens)
+        return Kept(whole, whole + self.checkpoint_tokens if whole else 0)
 
 
 class _Sequence:
@@ -77,15 +80,18 @@ class _Sequence:
         "answer",
         "arrived_s",
         "cached_tokens",
+        "checkpoint",
         "context",
         "decode_from_s",
         "finish_step",
+        "found_checkpoint",
         "generated",
         "order",
         "preemptions",
         "prefill_from_s",
         "prefill_left",
         "request",
+        "settled",
         "target",
     )  # fmt: skip
 
@@ -104,11 +110,36 @@ class _Sequence:
         self.prefill_from_s: float | None = None
         self.decode_from_s: float | None = None
         self.finish_step = -1
+        self.found_checkpoint = False
+        """Whether it began at a checkpoint that it does not leave behind again."""
+        self.checkpoint: _GivenBack | None = None
+        """Its own, once it is given back; None where the prompt is too short for one."""
+        self.settled = False
+        """Whether it holds no checkpoint any more."""
         self.preemptions = 0
         self.aborted = False
 
     def __lt__(self, other: _Sequence) -> bool:
         return self.order < other.order
+
+
+class _GivenBack:
+    """Memory that may be overwritten."""
+
+    __slots__ = ("tokens", "trajectory_id")
+
+    def __init__(self, tokens: int, trajectory_id: str | None) -> None:
+        self.tokens = tokens
+        self.trajectory_id = trajectory_id
+        """Whose cache it is a part of; None: nobody finds it again."""
+
+
+class _Cache(NamedTuple):
+    """What a trajectory finds again."""
+
+    end: int
+    """Position up to which it reaches."""
+    parts: tuple[_GivenBack, ...]
 
 
 class SimulatedReplica:
@@ -131,8 +162,9 @@ class SimulatedReplica:
         self._sequences = 0  # that decode
         self._context = 0  # tokens of the sequences that decode
         self._held = 0  # tokens of memory that running sequences hold
-        self._cached: OrderedDict[str, tuple[int, int]] = OrderedDict()  # trajectory: (tokens held, end position)
-        self._cached_tokens = 0
+        self._given_back: OrderedDict[_GivenBack, None] = OrderedDict()  # the next to be overwritten first
+        self._given_back_tokens = 0
+        self._caches: dict[str, _Cache] = {}  # by trajectory
         self._prompts: dict[str, int] = {}  # group: tokens of its first prompt that were computed
         self._step = 0  # steps done
         self._run_from_s = 0.0
@@ -234,6 +266,8 @@ class SimulatedReplica:
         if self._hardware.shared_prompts and sequence.request.turn == 0:
             group = _group(sequence.request)
             self._prompts[group] = max(self._prompts.get(group, 0), len(sequence.request.prompt_ids))
+        if self._hardware.checkpoint_tokens:
+            self._leave_checkpoint(sequence)
         self._held += 1
         sequence.generated += 1
         left = sequence.target - sequence.generated
@@ -256,10 +290,25 @@ class SimulatedReplica:
         self._sequences -= 1
         self._context -= sequence.context
 
+    def _leave_checkpoint(self, sequence: _Sequence) -> None:
+        """A running sequence needs the checkpoint that it began at no more, nor its own."""
+        tokens = self._hardware.checkpoint_tokens
+        self._held -= tokens
+        sequence.settled = True
+        if sequence.found_checkpoint:
+            self._give_back(tokens, None)
+        if len(sequence.request.prompt_ids) < self._hardware.block_tokens:
+            return
+        self._forget(sequence.request.trajectory_id)
+        sequence.checkpoint = self._give_back(tokens, sequence.request.trajectory_id)
+        self._caches[sequence.request.trajectory_id] = _Cache(0, (sequence.checkpoint,))
+
     def _leave(self, sequence: _Sequence) -> None:
         """Give back what a running sequence holds."""
         del self._running[sequence]
         self._held -= sequence.context + self._overhead
+        if sequence.settled:
+            self._held += self._hardware.checkpoint_tokens
 
     def _complete(self, sequence: _Sequence, now_s: float) -> None:
         self._leave(sequence)
@@ -295,29 +344,53 @@ class SimulatedReplica:
 
     def _keep(self, sequence: _Sequence) -> None:
         """A turn is over: its cache stays. The last token was sampled and not yet computed."""
-        trajectory_id = sequence.request.trajectory_id
-        self._forget(trajectory_id)
+        hardware, trajectory_id = self._hardware, sequence.request.trajectory_id
         prompt_tokens = len(sequence.request.prompt_ids)
-        held = self._hardware.kept(prompt_tokens, prompt_tokens + sequence.target).held
-        generated = sequence.target if self._hardware.keeps_generated else 0
-        self._cached[trajectory_id] = (held, _end(sequence.request) + generated - 1)
-        self._cached_tokens += held
+        context = prompt_tokens + sequence.target
+        kept = hardware.kept(prompt_tokens, context)
+        end = _end(sequence.request) - 1
+        if hardware.keeps_generated:
+            end += sequence.target
+        elif beyond := (context - 1) // hardware.block_tokens * hardware.block_tokens - kept.tokens:
+            self._give_back(beyond, None)
+        if sequence.checkpoint is None:
+            self._forget(trajectory_id)
+            self._caches[trajectory_id] = _Cache(end, (self._give_back(kept.held, trajectory_id),))
+            return
+        cache = self._caches.get(trajectory_id)
+        if cache is not None and cache.parts == (sequence.checkpoint,):
+            parts = (sequence.checkpoint, self._give_back(kept.tokens, trajectory_id))
+            self._caches[trajectory_id] = _Cache(end, parts)
+        else:  # its checkpoint was overwritten in the meantime
+            self._give_back(kept.tokens, None)
+
+    def _give_back(self, tokens: int, trajectory_id: str | None) -> _GivenBack:
+        """Memory that is overwritten after all that was given back before."""
+        part = _GivenBack(tokens, trajectory_id)
+        self._given_back[part] = None
+        self._given_back_tokens += tokens
+        return part
 
     def _forget(self, trajectory_id: str) -> int | None:
         """Take a trajectory's cache out; gives the position up to which it reached."""
-        entry = self._cached.pop(trajectory_id, None)
-        if entry is None:
+        cache = self._caches.pop(trajectory_id, None)
+        if cache is None:
             return None
-        self._cached_tokens -= entry[0]
-        return entry[1]
+        for part in cache.parts:
+            del self._given_back[part]
+            self._given_back_tokens -= part.tokens
+        return cache.end
 
     def _make_room(self, tokens: int) -> bool:
-        """Overwrite waiting caches, the least recently used first, until `tokens` more fit beside the running ones."""
+        """Overwrite what was given back, the oldest first, until `tokens` more fit beside the running sequences."""
         if self._held + tokens > self._hardware.kv_tokens:
             return False
-        while self._held + self._cached_tokens + tokens > self._hardware.kv_tokens:
-            _, (held, _) = self._cached.popitem(last=False)
-            self._cached_tokens -= held
+        while self._held + self._given_back_tokens + tokens > self._hardware.kv_tokens:
+            part, _ = self._given_back.popitem(last=False)
+            self._given_back_tokens -= part.tokens
+            if part.trajectory_id is not None:
+                for other in self._caches.pop(part.trajectory_id).parts:
+                    other.trajectory_id = None
         return True
 
     def _start_waiting(self, now_s: float) -> None:
@@ -337,6 +410,9 @@ class SimulatedReplica:
             self._running[sequence] = None
             sequence.prefill_left = sequence.context - hit_tokens
             budget -= sequence.prefill_left
+            sequence.checkpoint, sequence.settled = None, False
+            whole = sequence.context - sequence.context % self._hardware.block_tokens
+            sequence.found_checkpoint = 0 < hit_tokens < whole
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = hit_tokens
             if sequence.prefill_from_s is None:
@@ -405,7 +481,7 @@ class SimulatedReplica:
 
     def _steps_in_memory(self) -> int:
         """Steps until waiting caches, or running sequences, have to give way."""
-        free = self._hardware.kv_tokens - self._held - self._cached_tokens
+        free = self._hardware.kv_tokens - self._held - self._given_back_tokens
         return 1 + (free - len(self._running)) // self._sequences
 
 
