@@ -93,9 +93,7 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is of simulations: a replay's engines have what they have"
                 )
-        options.chains = REPLAY_CHAINS if options.chains is None else options.chains
-        options.group_size = REPLAY_GROUP_SIZE if options.group_size is None else options.group_size
-        options.replicas = REPLAY_REPLICAS if options.replicas is None else options.replicas
+        set_replay_sizes(options)
     seed_count = options.seeds if options.seeds is not None else 3 if options.replay else 8
     if seed_count < 1:
         raise ConfigError(f"--seeds: at least 1 batch is needed, not {seed_count}")
@@ -127,6 +125,13 @@ def run_ablate(options: argparse.Namespace, console: Console) -> int:
         write_figure(options.figure, title, "makespan, s (mean and standard error)", bars)
         console.print(f"figure: {options.figure}", soft_wrap=True)
     return 0
+
+
+def set_replay_sizes(options: argparse.Namespace) -> None:
+    """What a command line with `--replay` leaves open."""
+    options.chains = REPLAY_CHAINS if options.chains is None else options.chains
+    options.group_size = REPLAY_GROUP_SIZE if options.group_size is None else options.group_size
+    options.replicas = REPLAY_REPLICAS if options.replicas is None else options.replicas
 
 
 def chosen(options: argparse.Namespace, work: Workload) -> tuple[Rung, ...]:

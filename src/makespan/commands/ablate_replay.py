@@ -225,17 +225,7 @@ class _Live:
         assert self._hardware is not None
         assert self._calibration is not None
         (rung,) = (rung for rung in rungs if rung.name == run.rung)
-        batch = batches[run.seed]
-        policies = rung.policies(batch, self._hardware)
-        hardware = at_speed(self._hardware, run.core_s, self._calibration.core_s)
-        cost = self._hardware.replica.cost
-
-        def known() -> History | None:
-            return known_before(self._work, run.seed, policies.history, cost)
-
-        draws_s = drawn_s(batch, hardware, policies, run.seed, known)
-        mean_s, sd_s = statistics.fmean(draws_s), statistics.stdev(draws_s)
-        return msgspec.structs.replace(run, simulated_s=mean_s, simulated_sd_s=sd_s)
+        return simulated(run, rung, self._work, batches[run.seed], self._hardware, self._calibration.core_s)
 
     def _measured_hardware(self, replicas: dict[str, VllmReplica]) -> Hardware:
         """What the replicas say of themselves, in the simulator's terms; memory that nobody told counts as ample."""
@@ -262,6 +252,20 @@ class _Live:
     def _ablation(self, runs: Sequence[Replayed]) -> Ablation:
         assert self._hardware is not None
         return Ablation(hardware=self._hardware, machine=machine(), runs=list(runs), directory=str(self._directory))
+
+
+def simulated(
+    run: Replayed, rung: Rung, work: Workload, batch: Trace, hardware: Hardware, calibrated_core_s: float | None
+) -> Replayed:
+    """The run with what simulation says of its batch under its policies, on cores of the speed that they had."""
+    policies = rung.policies(batch, hardware)
+
+    def known() -> History | None:
+        return known_before(work, run.seed, policies.history, hardware.replica.cost)
+
+    draws_s = drawn_s(batch, at_speed(hardware, run.core_s, calibrated_core_s), policies, run.seed, known)
+    mean_s, sd_s = statistics.fmean(draws_s), statistics.stdev(draws_s)
+    return msgspec.structs.replace(run, simulated_s=mean_s, simulated_sd_s=sd_s)
 
 
 def drawn_s(
