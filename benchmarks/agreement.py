@@ -80,8 +80,8 @@ def main() -> int:
         sys.exit("nothing to simulate: the workloads of these files are all of recorded sessions, give --sessions")
     print(
         f"\n{sum(abs(pct) <= WITHIN_PCT for pct in off)} of {len(off)} cells within {WITHIN_PCT:g}%, "
-        f"median {statistics.median(off):+.1f}%; {same} of {judged} pairs whose replayed difference is beyond its noise "
-        "in the same order"
+        f"median {statistics.median(off):+.1f}%; {same} of {judged} pairs whose replayed difference is beyond its "
+        "noise in the same order"
     )
     return 0
 
