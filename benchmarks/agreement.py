@@ -1,7 +1,7 @@
-"""How far simulation is from what was replayed: the last column of the README's table, cell by cell.
+"""How far simulation is from what was replayed: the last column of the table in docs/replay.md, cell by cell.
 
-    python benchmarks/agreement.py docs/ablation-epyc-3.json docs/ablation-epyc-4.json
-    python benchmarks/agreement.py ablation.json --sessions PATH --write
+    python benchmarks/agreement.py docs/ablation-epyc-[345].json --sessions PATH
+    python benchmarks/agreement.py ablation.json --write
 
 Reads what `benchmarks/ablation.py` wrote and simulates every batch again, under the same rungs, on the hardware and
 with the costs that stand in the file, on cores as fast as they were. It knows the policies as they are now: a file from
