@@ -2,12 +2,14 @@
 
     python benchmarks/ablation.py --json ablation.json --figure ablation.svg
     python benchmarks/ablation.py --quick
+    python benchmarks/ablation.py --from docs/ablation-epyc-[3456].json --figure docs/ablation.svg
 
 Each workload is `makespan ablate … --replay`: the same batches under every combination of policies, on two vLLM
 replicas and a real environment server, with lengths and times that are given, made small enough for two cores (its
 arguments say how). The costs of inference are measured first, with prompts that no batch has, and every batch is also
 simulated with them. The long form takes about an hour for each of its `--seeds` and wants the machine for itself; the
-quick one minutes.
+quick one minutes. `--from` measures nothing and makes table and figure of what was; of a workload that is in several
+files the last one counts.
 """
 
 from __future__ import annotations
@@ -161,6 +163,28 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """The makespans as an SVG image."""
+    bars = []
+    for name, result in results.items():
+        for row in result["rows"]:
+            if row["rung"] in RUNGS:
+                change = row["against_pct"]["coupled"]
+                bars.append(Bar(f"{name}, {row['rung']}", 100 + change["mean"], change["se"] or 0.0))
+    write_figure(path, "Makespan on real engines", "percent of `coupled`, paired by batch", bars)
+
+
+def measured(files: list[Path]) -> dict[str, dict[str, Any]]:
+    """The workloads of these files, in the order of `WORKLOADS`. Raises `SystemExit` for a file that has none."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in files:
+        try:
+            found |= msgspec.json.decode(path.read_bytes())["workloads"]
+        except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+            raise SystemExit(f"{path}: not what --json writes ({error})") from error
+    return {workload.name: found[workload.name] for workload in WORKLOADS if workload.name in found}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one workload, three rungs, one batch")
@@ -171,7 +195,15 @@ def main() -> int:
     parser.add_argument("--calibration", type=Path, help="costs from `makespan calibrate embedded --replicas 2`")
     parser.add_argument("--json", type=Path, help="write everything, with machine and commit")
     parser.add_argument("--figure", type=Path, help="write the makespans as an SVG image")
+    parser.add_argument("--from", dest="files", type=Path, nargs="+", help="what --json wrote, instead of measuring")
     options = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    if options.files:
+        results = measured(options.files)
+        sys.stdout.write(table(results) + "\n")
+        if options.figure is not None:
+            draw(results, options.figure)
+        return 0
     names = [w.name for w in WORKLOADS] if options.workloads is None else options.workloads.split(",")
     if unknown := set(names) - {w.name for w in WORKLOADS}:
         parser.error(f"--workloads: unknown {', '.join(sorted(unknown))}")
@@ -182,7 +214,6 @@ def main() -> int:
         workloads = [w for w in workloads if not w.from_sessions]
     if options.quick:
         workloads, options.seeds, options.rungs = workloads[:1], 1, "coupled,+parking,+history"
-    results: dict[str, dict[str, Any]] = {}
     document: dict[str, Any] = {"commit": commit(), "workloads": results}
     with tempfile.TemporaryDirectory(prefix="makespan-") as name:
         directory = Path(name)
@@ -199,13 +230,7 @@ def main() -> int:
                 options.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     sys.stdout.write(table(results) + "\n")
     if options.figure is not None:
-        bars = []
-        for name, result in results.items():
-            for row in result["rows"]:
-                if row["rung"] in RUNGS:
-                    change = row["against_pct"]["coupled"]
-                    bars.append(Bar(f"{name}, {row['rung']}", 100 + change["mean"], change["se"] or 0.0))
-        write_figure(options.figure, "Makespan on real engines", "percent of `coupled`, paired by batch", bars)
+        draw(results, options.figure)
     return 0
 
 
