@@ -4,8 +4,8 @@
     python benchmarks/agreement.py ablation.json --write
 
 Reads what `benchmarks/ablation.py` wrote and simulates every batch again, under the same rungs, on the hardware and
-with the costs that stand in the file, on cores as fast as they were. It knows the policies as they are now: a file from
-before one of them changed is compared with another policy. No engine runs; a cell takes seconds.
+with the costs that the file's probes say, on cores as fast as they were. It knows the policies as they are now: a file
+from before one of them changed is compared with another policy. No engine runs; a cell takes seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 from makespan.commands.ablate import Row, add_ablate, order_agreement, set_replay_sizes, with_simulation
 from makespan.commands.ablate_replay import Replayed, simulated
 from makespan.commands.workload import resolve
+from makespan.rollout.resources.calibration import Calibration, fit
 from makespan.rollout.simulation.batch import Hardware
 from makespan.rollout.simulation.coding import CODING
 from makespan.rollout.simulation.ladder import ABLATION
@@ -29,7 +30,7 @@ WITHIN_PCT = 10.0
 RUNGS = {rung.name: rung for rung in ABLATION}
 
 
-def simulate_again(measured: dict[str, Any], calibrated_core_s: float | None, sessions: Path | None) -> list[Replayed]:
+def simulate_again(measured: dict[str, Any], calibration: Calibration, sessions: Path | None) -> list[Replayed]:
     """The runs of one workload with what the present simulation says of them."""
     parser = argparse.ArgumentParser()
     add_ablate(parser)
@@ -38,8 +39,11 @@ def simulate_again(measured: dict[str, Any], calibrated_core_s: float | None, se
     set_replay_sizes(options)
     work, _ = resolve(options)
     hardware = msgspec.convert(measured["hardware"], Hardware)
+    cost = fit([*calibration.fitted_on, *calibration.judged_on], hardware.replica.cost.chunk_tokens)
+    replica = msgspec.structs.replace(hardware.replica, cost=cost)
+    hardware = msgspec.structs.replace(hardware, replica=replica)
     runs = msgspec.convert(measured["runs"], list[Replayed])
-    return [simulated(run, RUNGS[run.rung], work, work.batch(run.seed), hardware, calibrated_core_s) for run in runs]
+    return [simulated(run, RUNGS[run.rung], work, work.batch(run.seed), hardware, calibration.core_s) for run in runs]
 
 
 def main() -> int:
@@ -54,10 +58,11 @@ def main() -> int:
     same = judged = 0
     for path in options.files:
         document = msgspec.json.decode(path.read_bytes())
+        calibration = msgspec.convert(document["calibration"], Calibration)
         for name, measured in document["workloads"].items():
             if measured["arguments"][0] in CODING and options.sessions is None:
                 continue
-            runs = simulate_again(measured, document["calibration"]["core_s"], options.sessions)
+            runs = simulate_again(measured, calibration, options.sessions)
             rows = [
                 with_simulation(row, [run for run in runs if run.rung == row.rung])
                 for row in msgspec.convert(measured["rows"], list[Row])

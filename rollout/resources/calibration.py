@@ -6,8 +6,9 @@ linear in the four constants of `InferenceCost`:
 
     steps * step_s + sequences in all steps * sequence_s + contexts read * context_s + n L * prefill_s
 
-The constants are the least squares of the *relative* errors, none of them negative. They are fitted on one set of
-lengths and concurrencies and judged on another.
+The constants are the least squares of the *relative* errors, none of them negative. Fitted on one set of lengths and
+concurrencies they are judged on another, which gives the errors; the cost itself is then fitted on both, since probes
+are few and shared cores disturb each by some percent.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     fitted_on: tuple[Measured, ...]
     judged_on: tuple[Measured, ...]
     median_error: float
-    """Of the seconds predicted for `judged_on`, relative."""
+    """Of the seconds predicted for `judged_on` by what `fitted_on` alone says, relative."""
     largest_error: float
     core_s: float | None = None
     """How fast the cores were meanwhile (`CoreSpeed`); None on GPUs."""
@@ -125,16 +126,17 @@ def calibrate(
     chunk_tokens: int,
     core_s: float | None = None,
 ) -> Calibration:
-    """Fit on one set of measurements and judge on another. Raises `ResourceError` when the sets share a probe."""
+    """Judge a fit of one set of measurements on another, then fit on both. Raises `ResourceError` when they share a
+    probe."""
     shared = {one.probe for one in fitted_on} & {one.probe for one in judged_on}
     if shared:
         raise ResourceError(f"{len(shared)} probes would be judged by their own fit, for example {next(iter(shared))}")
-    cost = fit(fitted_on, chunk_tokens)
-    errors = [abs(seconds(one.probe, cost) / one.seconds - 1) for one in judged_on]
+    part = fit(fitted_on, chunk_tokens)
+    errors = [abs(seconds(one.probe, part) / one.seconds - 1) for one in judged_on]
     return Calibration(
         model=model,
         machine=machine,
-        cost=cost,
+        cost=fit([*fitted_on, *judged_on], chunk_tokens),
         fitted_on=tuple(fitted_on),
         judged_on=tuple(judged_on),
         median_error=statistics.median(errors),

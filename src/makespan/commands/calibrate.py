@@ -23,7 +23,7 @@ from makespan.rollout.errors import ConfigError
 from makespan.rollout.replicas.base import Request, Sampling
 from makespan.rollout.replicas.vllm import VllmReplica, divide_cores, start_replicas, visible_gpus
 from makespan.rollout.replicas.wire import HostConfig
-from makespan.rollout.resources.calibration import Calibration, Measured, Probe, calibrate, seconds
+from makespan.rollout.resources.calibration import Calibration, Measured, Probe, calibrate, fit, seconds
 from makespan.rollout.resources.core_speed import CoreSpeed, metered
 
 REPETITIONS = 5
@@ -189,7 +189,8 @@ def _show(console: Console, result: Calibration) -> None:
     table.add_row("", f"largest {result.largest_error:.1%}")
     console.print(table)
     judged = Table("sequences", "prompt", "generated", "measured s", "predicted s", title="judged on")
+    part = fit(result.fitted_on, cost.chunk_tokens)
     for one in result.judged_on:
         figures = (one.probe.sequences, one.probe.prompt_tokens, one.probe.generated_tokens)
-        judged.add_row(*(f"{x:,}" for x in figures), f"{one.seconds:.3f}", f"{seconds(one.probe, cost):.3f}")
+        judged.add_row(*(f"{x:,}" for x in figures), f"{one.seconds:.3f}", f"{seconds(one.probe, part):.3f}")
     console.print(judged)

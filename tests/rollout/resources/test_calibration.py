@@ -54,6 +54,14 @@ def test_an_error_is_seen_on_other_lengths():
     assert result.median_error == pytest.approx(0.5)
 
 
+def test_the_cost_is_fitted_on_all_that_was_measured_and_the_error_on_a_part():
+    """Every probe takes the same share longer in what is judged: the cost lies between, the error does not know it."""
+    fitted, judged = [took(*shape) for shape in FIT], [took(*shape, noise=0.1) for shape in JUDGE]
+    result = calibrate("m", "here", fitted, judged, CHUNK)
+    assert PREFILL_S * 1.01 < result.cost.prefill_s < PREFILL_S * 1.1
+    assert result.median_error == pytest.approx(1 - 1 / 1.1)
+
+
 def test_judging_a_fit_by_itself_is_refused():
     measured = [took(*shape) for shape in FIT]
     with pytest.raises(ResourceError, match="1 probes would be judged by their own fit"):
