@@ -182,7 +182,10 @@ def measured(files: list[Path]) -> dict[str, dict[str, Any]]:
             found |= msgspec.json.decode(path.read_bytes())["workloads"]
         except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
             raise SystemExit(f"{path}: not what --json writes ({error})") from error
-    return {workload.name: found[workload.name] for workload in WORKLOADS if workload.name in found}
+    known = {workload.name: found[workload.name] for workload in WORKLOADS if workload.name in found}
+    if not known:
+        raise SystemExit(f"{', '.join(map(str, files))}: none of this benchmark's workloads is in there")
+    return known
 
 
 def main() -> int:

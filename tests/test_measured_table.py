@@ -102,3 +102,11 @@ def test_another_file_is_refused(tmp_path: Path, content: str | None) -> None:
     assert refused.returncode == 1
     assert f"{path}: not what --json writes" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_files_without_a_workload_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"workloads": {"mine": {}}}')
+    refused = from_files(str(path))
+    assert refused.returncode == 1
+    assert f"{path}: none of this benchmark's workloads is in there" in refused.stderr
