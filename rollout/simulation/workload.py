@@ -26,10 +26,6 @@ from makespan.rollout.simulation.regimes import CHAINS, GROUP_SIZE, MAX_CONTEXT_
 KNEE_SEEDS = range(10)
 """Batches over which a regime's knee is averaged; studies measure on other seeds."""
 
-MEMORY_MARGIN = 1.15
-"""How far the reference concurrency overbooks the memory: trajectories are rarely all at their mean context at once,
-and some are in the environment. Measured in simulation, within 5% of the best fixed concurrency on a grid."""
-
 
 class Workload(msgspec.Struct, frozen=True):
     """Something to simulate."""
@@ -148,20 +144,19 @@ def environment_s(trace: Trace) -> float:
 
 
 def reference_concurrency(trace: Trace, hardware: Hardware) -> int:
-    """Trajectories that fit into all replicas' memory at their mean context, overbooked by `MEMORY_MARGIN`.
+    """Trajectories that fit into all replicas' memory at the mean context of the batch's turns.
 
-    A trajectory's context is its mean over its turns, and each trajectory counts once. Counting turns instead, as long
-    trajectories are more likely to be there at any moment, would halve the figure where lengths vary much and keep
-    short ones out for nothing.
+    Every turn counts once, so that long trajectories count more, as they are there longer: what `makespan plan` says
+    for a replica (`WorkloadProfile.contexts_tokens`), but for the knee that it looks for around it.
     """
     limit = hardware.max_context_tokens or 1 << 60
-    means = [
-        sum(min(limit, turn.prompt_tokens + turn.generated_tokens) for turn in trajectory.turns) / len(trajectory.turns)
+    contexts = [
+        min(limit, turn.prompt_tokens + turn.generated_tokens)
         for trajectory in trace.trajectories
+        for turn in trajectory.turns
     ]
     memory = hardware.replicas * hardware.replica.kv_tokens
-    overhead = hardware.replica.held(0)
-    return max(1, int(MEMORY_MARGIN * memory * len(means) / sum(mean + overhead for mean in means)))
+    return max(1, memory * len(contexts) // (sum(contexts) + len(contexts) * hardware.replica.held(0)))
 
 
 def at_reference(policies: Policies, trace: Trace, hardware: Hardware) -> Policies:

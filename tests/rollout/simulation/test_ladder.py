@@ -50,17 +50,24 @@ def test_environment_time_is_compared_with_what_inference_takes_alone():
 
 
 def test_the_reference_concurrency_fills_the_memory_at_the_mean_context():
-    # Turns of 1,000 + 50 and 1,150 + 50 tokens: a mean of 1,125. 1.15 * 2 * 9,000 / 1,125 = 18.4.
+    # Turns of 1,000 + 50 and 1,150 + 50 tokens: a mean of 1,125. 2 * 9,000 / 1,125 = 16.
     batch = trace(*(chain(f"c{number}", [1.0, 1.0]) for number in range(3)))
     hardware = Hardware(slots=1, replicas=2, replica=ReplicaHardware(kv_tokens=9000))
-    assert reference_concurrency(batch, hardware) == 18
+    assert reference_concurrency(batch, hardware) == 16
+
+
+def test_long_trajectories_count_for_the_reference_concurrency_as_long_as_they_are_there():
+    # Three turns that end at 1,050 tokens, and a ninefold trajectory's at 1,050, 1,200 … 2,250: 18,000 in twelve turns.
+    batch = trace(*(chain(f"c{number}", [1.0]) for number in range(3)), chain("long", [1.0] * 9))
+    hardware = Hardware(slots=1, replicas=2, replica=ReplicaHardware(kv_tokens=9000))
+    assert reference_concurrency(batch, hardware) == 12
 
 
 def test_blocks_and_states_take_of_the_memory_that_the_reference_concurrency_fills():
-    # Each holds 1,125 tokens, wastes 49 of its last block on average and has 275 for its state: 20,700 / 1,449 = 14.3.
+    # Each holds 1,125 tokens, wastes 49 of its last block on average and has 275 for its state: 18,000 / 1,449 = 12.4.
     batch = trace(*(chain(f"c{number}", [1.0, 1.0]) for number in range(3)))
     replica = ReplicaHardware(kv_tokens=9000, block_tokens=100, state_tokens=275)
-    assert reference_concurrency(batch, Hardware(slots=1, replicas=2, replica=replica)) == 14
+    assert reference_concurrency(batch, Hardware(slots=1, replicas=2, replica=replica)) == 12
 
 
 def test_each_rung_of_the_ablation_differs_from_the_whole_by_what_it_says():
@@ -68,7 +75,7 @@ def test_each_rung_of_the_ablation_differs_from_the_whole_by_what_it_says():
     hardware = Hardware(slots=3, replicas=2, replica=ReplicaHardware(kv_tokens=9000))
     found = {rung.name: rung.policies(batch, hardware) for rung in ABLATION}
     whole = msgspec.structs.asdict(found["+history"])
-    assert whole | {"concurrency": None, "reference": 18} == whole
+    assert whole | {"concurrency": None, "reference": 16} == whole
 
     def changes(name):
         own = msgspec.structs.asdict(found[name])
