@@ -20,6 +20,10 @@ environments they miss their caches little and a recomputed prompt costs little 
 not, one percent too much has everybody recompute. Both show in the same figure: the share of the tokens that a
 returning turn should have found cached and did not. Turns that another replica serves count like the others: who has
 lost its cache may go anywhere, and who leaves one behind does so because its replica is overfull.
+
+**The reference** says how many the whole memory is meant for. As much of it may start as the limit leaves of the memory
+for starting, so that the correction governs how many are taken in, too. Those whom the reference alone keeps out do not
+let the limit grow: what nobody books is not too little.
 """
 
 from __future__ import annotations
@@ -100,7 +104,8 @@ class Parking:
         concurrency: the most that are admitted at once, parked ones included (None: no limit but the memory).
         memory: of one replica.
         replicas: how many there are.
-        reference: so many the memory is meant for: no more start, unless trajectories advance evenly (None: no limit).
+        reference: so many all of the memory is meant for. Of them, the share that the limit leaves for starting may be
+            admitted at once, rounded, and at least one; no limit where trajectories advance evenly, or with None.
         correction: None: the limit stays at `LIMIT_SHARE`.
     """
 
@@ -228,7 +233,9 @@ class Parking:
 
     def _most(self) -> int | None:
         """How many may be admitted at once."""
-        return smaller_limit(self._concurrency, None if self._evenly else self._reference)
+        if self._evenly or self._reference is None:
+            return self._concurrency
+        return smaller_limit(self._concurrency, max(1, round(self._reference * self._room() / self._capacity())))
 
     def _may_start(self) -> bool:
         """Whether somebody new would start if there were room."""
