@@ -34,7 +34,7 @@ ENDS = ("coupled", "+parking", "+history")
 SHARES = ("coupled", "+parking", "+caas", "+history", "oracle")
 """Of workloads that keep what a full-size batch is like: environment seconds for each of inference, and slots for each
 trajectory. (256 trajectories on four replicas, slots at the knee: 0.8 and a tenth for search, 2.5 and a sixth for
-lognormal-0.5, 2.5 and 0.07 for lognormal-1.)"""
+lognormal-0.5, 2.5 and 0.07 for lognormal-1, 1.9 and a twelfth for sessions.)"""
 
 MEMORY = ("coupled", "+history", "-parking", "-routing")
 """What memory decides: everything, admitting everybody, sticky least-in-flight."""
@@ -91,6 +91,12 @@ WORKLOADS = (
         "sessions with contexts of up to 6,000 tokens and 28 cache blocks a replica",
         _scaled("coding-sessions", "0.01", "0.012", "--chains", "16", "--slots", "2", "--num-blocks", "28"),
         MEMORY,
+    ),
+    Workload(
+        "sessions",
+        "sessions with contexts of up to 6,000 tokens, 28 cache blocks a replica and a slot for twelve",
+        _scaled("coding-sessions", "0.01", "0.014", "--chains", "24", "--slots", "2", "--num-blocks", "28"),
+        SHARES,
     ),
     Workload(
         "scarce search",
@@ -193,7 +199,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one workload, three rungs, one batch")
     parser.add_argument("--seeds", type=int, default=3, help="batches of a workload (default: 3)")
     parser.add_argument("--workloads", help=f"only these, separated by commas: {', '.join(w.name for w in WORKLOADS)}")
-    parser.add_argument("--sessions", type=Path, help="recorded sessions; without them two workloads are left out")
+    parser.add_argument("--sessions", type=Path, help="recorded sessions; without them three workloads are left out")
     parser.add_argument("--rungs", help="only these, separated by commas; the first must be `coupled`")
     parser.add_argument("--calibration", type=Path, help="costs from `makespan calibrate embedded --replicas 2`")
     parser.add_argument("--json", type=Path, help="write everything, with machine and commit")

@@ -92,8 +92,9 @@ class AdmissionConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     concurrency: Count | None = 16
     """Trajectories that run at once at most, parked ones included; null: as many as there are, or as fit."""
     reference: Count | None = None
-    """For `parking`: so many trajectories the memory of all replicas is meant for (`makespan plan` says it for one). No
-    more start, unless lengths are so alike that all advance evenly; null: no such limit."""
+    """For `parking`: so many trajectories the memory of all replicas is meant for (`makespan plan` says it for one). As
+    much of it may start as the limit leaves of the memory (0.9, corrected by what caches lose), unless lengths are so
+    alike that all advance evenly; null: no such limit."""
     order: str = "forecast"
     """Who starts next: `forecast` (what the coordinator expects to take longest) or `arrival`."""
 

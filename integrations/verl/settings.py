@@ -65,8 +65,9 @@ class AdmissionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     concurrency: Count | None = None
     """Of all agent-loop workers together, parked ones included; null with `parking`: memory alone decides."""
     reference: Count | None = None
-    """For `parking`: so many trajectories the memory of all replicas is meant for (`makespan plan` says it for one). No
-    more start, unless lengths are so alike that all advance evenly; null: no such limit."""
+    """For `parking`: so many trajectories the memory of all replicas is meant for (`makespan plan` says it for one). As
+    much of it may start as the limit leaves of the memory (0.9, corrected by what caches lose), unless lengths are so
+    alike that all advance evenly; null: no such limit."""
     order: Literal["forecast", "arrival"] = "forecast"
     """Who starts next: what the coordinator expects to take longest, or first come, first served."""
     memory: MemorySettings | None = None
