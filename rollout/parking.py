@@ -23,12 +23,14 @@ lost its cache may go anywhere, and who leaves one behind does so because its re
 
 **The reference** says how many the whole memory is meant for. As much of it may start as the limit leaves of the memory
 for starting, so that the correction governs how many are taken in, too. Those whom the reference alone keeps out do not
-let the limit grow: what nobody books is not too little.
+let the limit grow: what nobody books is not too little. Rounded up, for one of a few is much, and who is one too many
+can be parked.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 
 from makespan.rollout.admission_policy import AdmissionStatistics, ReturningTurn
 from makespan.rollout.errors import ConfigError
@@ -41,6 +43,9 @@ HYSTERESIS = 0.05
 """A paused trajectory goes on only when so much of the memory stays free, or it would be paused again a turn later."""
 FIRST_LEVEL = 10
 """Turns of the first level; each further one is as long as all before it. 20 was no different."""
+
+ROUNDING = 1e-9
+"""What floating point may add to a whole number that is rounded up."""
 
 FEW_ENTRIES = 64
 """So many entries that are out of date are left in the heaps, besides one for everybody."""
@@ -105,7 +110,7 @@ class Parking:
         memory: of one replica.
         replicas: how many there are.
         reference: so many all of the memory is meant for. Of them, the share that the limit leaves for starting may be
-            admitted at once, rounded, and at least one; no limit where trajectories advance evenly, or with None.
+            admitted at once, rounded up; no limit where trajectories advance evenly, or with None.
         correction: None: the limit stays at `LIMIT_SHARE`.
     """
 
@@ -235,7 +240,8 @@ class Parking:
         """How many may be admitted at once."""
         if self._evenly or self._reference is None:
             return self._concurrency
-        return smaller_limit(self._concurrency, max(1, round(self._reference * self._room() / self._capacity())))
+        share = self._room() / self._capacity()
+        return smaller_limit(self._concurrency, max(1, math.ceil(share * self._reference - ROUNDING)))
 
     def _may_start(self) -> bool:
         """Whether somebody new would start if there were room."""
