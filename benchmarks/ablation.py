@@ -2,7 +2,7 @@
 
     python benchmarks/ablation.py --json ablation.json --figure ablation.svg
     python benchmarks/ablation.py --quick
-    python benchmarks/ablation.py --from docs/ablation-epyc-[34567].json --figure docs/ablation.svg
+    python benchmarks/ablation.py --from docs/ablation-epyc-[3-8].json --figure docs/ablation.svg
 
 Each workload is `makespan ablate … --replay`: the same batches under every combination of policies, on two vLLM
 replicas and a real environment server, with lengths and times that are given, made small enough for two cores (its

@@ -1,6 +1,6 @@
 """How far simulation is from what was replayed: the last column of the table in docs/replay.md, cell by cell.
 
-    python benchmarks/agreement.py docs/ablation-epyc-[345].json --sessions PATH
+    python benchmarks/agreement.py docs/ablation-epyc-[3-8].json --sessions PATH
     python benchmarks/agreement.py ablation.json --write
 
 Reads what `benchmarks/ablation.py` wrote and simulates every batch again, under the same rungs, on the hardware and

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "docs").glob("ablation-epyc-[34567].json"))
+FILES = sorted((ROOT / "docs").glob("ablation-epyc-[3-8].json"))
 ROWS = {
     "short function calls": "bfcl",
     "search": "search",
     "turns that differ moderately": "lognormal-0.5",
     "turns that differ much": "lognormal-1",
-    "recorded sessions, scarce memory": "long sessions",
+    "recorded sessions, scarce memory": "sessions",
     "repository repair, scarce memory": "long swe",
     "very unequal chains, scarce memory": "long lognormal-1.5-cap100",
     "recorded sessions cut at 60 turns, scarce memory": "long capped sessions",
