@@ -241,7 +241,7 @@ class Parking:
         if self._evenly or self._reference is None:
             return self._concurrency
         share = self._room() / self._capacity()
-        return smaller_limit(self._concurrency, max(1, math.ceil(share * self._reference - ROUNDING)))
+        return smaller_limit(self._concurrency, math.ceil(share * self._reference - ROUNDING))
 
     def _may_start(self) -> bool:
         """Whether somebody new would start if there were room."""
