@@ -1,11 +1,13 @@
 """How far simulation is from what was replayed: the last column of the table in docs/replay.md, cell by cell.
 
-    python benchmarks/agreement.py docs/ablation-epyc-[3-8].json --sessions PATH
+    python benchmarks/agreement.py docs/ablation-epyc-[3-9].json --sessions PATH
     python benchmarks/agreement.py ablation.json --write
 
 Reads what `benchmarks/ablation.py` wrote and simulates every batch again, under the same rungs, on the hardware and
 with the costs that the file's probes say, on cores as fast as they were. It knows the policies as they are now: a file
-from before one of them changed is compared with another policy. No engine runs; a cell takes seconds.
+from before one of them changed is compared with another policy. Where sticky routing placed trajectories is a matter of
+chance; runs that say where are simulated with these placements, and, in a line that counts for nothing, with others.
+No engine runs; a cell takes seconds.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ WITHIN_PCT = 10.0
 RUNGS = {rung.name: rung for rung in ABLATION}
 
 
-def simulate_again(measured: dict[str, Any], calibration: Calibration, sessions: Path | None) -> list[Replayed]:
-    """The runs of one workload with what the present simulation says of them."""
+def simulate_again(
+    measured: dict[str, Any], calibration: Calibration, sessions: Path | None, *, elsewhere: bool = False
+) -> list[Replayed]:
+    """The runs of one workload with what the present simulation says of them; `elsewhere`: those whose placements are
+    known, with others."""
     parser = argparse.ArgumentParser()
     add_ablate(parser)
     options = parser.parse_args([*measured["arguments"], "--replay"])
@@ -43,7 +48,22 @@ def simulate_again(measured: dict[str, Any], calibration: Calibration, sessions:
     replica = msgspec.structs.replace(hardware.replica, cost=cost)
     hardware = msgspec.structs.replace(hardware, replica=replica)
     runs = msgspec.convert(measured["runs"], list[Replayed])
+    if elsewhere:
+        runs = [msgspec.structs.replace(run, homes=None) for run in runs if run.homes is not None]
     return [simulated(run, RUNGS[run.rung], work, work.batch(run.seed), hardware, calibration.core_s) for run in runs]
+
+
+def rows_of(measured: dict[str, Any], runs: list[Replayed]) -> list[Row]:
+    """The rows of one workload beside the simulation of these runs, without those that have none among them."""
+    rows = msgspec.convert(measured["rows"], list[Row])
+    with_runs = [(row, [run for run in runs if run.rung == row.rung]) for row in rows]
+    return [with_simulation(row, own) for row, own in with_runs if own]
+
+
+def print_cell(workload: str, rung: str, row: Row) -> None:
+    assert row.simulated_s is not None
+    figures = f"{row.makespan_s.mean:.1f} | {row.simulated_s.mean:.1f} | {row.simulated_pct:+.1f}"
+    print(f"| {workload} | {rung} | {figures} | ±{row.simulated_sd_pct:.1f} |", flush=True)
 
 
 def main() -> int:
@@ -63,19 +83,12 @@ def main() -> int:
             if measured["arguments"][0] in CODING and options.sessions is None:
                 continue
             runs = simulate_again(measured, calibration, options.sessions)
-            rows = [
-                with_simulation(row, [run for run in runs if run.rung == row.rung])
-                for row in msgspec.convert(measured["rows"], list[Row])
-            ]
+            rows = rows_of(measured, runs)
+            off += [row.simulated_pct for row in rows if row.simulated_pct is not None]
             for row in rows:
-                assert row.simulated_s is not None
-                assert row.simulated_pct is not None
-                off.append(row.simulated_pct)
-                print(
-                    f"| {name} | `{row.rung}` | {row.makespan_s.mean:.1f} | {row.simulated_s.mean:.1f} | "
-                    f"{row.simulated_pct:+.1f} | ±{row.simulated_sd_pct:.1f} |",
-                    flush=True,
-                )
+                print_cell(name, f"`{row.rung}`", row)
+            for row in rows_of(measured, simulate_again(measured, calibration, options.sessions, elsewhere=True)):
+                print_cell(name, f"`{row.rung}`, placed anew", row)
             told = order_agreement(runs, [row.rung for row in rows])
             same, judged = same + told[0], judged + told[1]
             measured["runs"], measured["rows"] = msgspec.to_builtins(runs), msgspec.to_builtins(rows)

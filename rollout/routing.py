@@ -18,12 +18,14 @@ from makespan.rollout.route import Router, RouteRequest, Served
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.sticky_routing import StickyLeastInflight
 
-__all__ = ["ROUTERS", "CostRouter", "RouteRequest", "Router", "Served", "StickyLeastInflight", "make_router"]
+__all__ = ["ROUTERS", "STICKY", "CostRouter", "RouteRequest", "Router", "Served", "StickyLeastInflight", "make_router"]
 
 Make = Callable[[list[str], random.Random, ReplicaMemory | None, InferenceCost | None], Router]
 
+STICKY = "sticky-least-inflight"
+
 ROUTERS: dict[str, Make] = {
-    "sticky-least-inflight": lambda replica_ids, rng, memory, cost: StickyLeastInflight(replica_ids, rng=rng),
+    STICKY: lambda replica_ids, rng, memory, cost: StickyLeastInflight(replica_ids, rng=rng),
     "cost": lambda replica_ids, rng, memory, cost: CostRouter(replica_ids, rng=rng, memory=memory, cost=cost),
 }
 """Routing policies by the name that a configuration uses."""

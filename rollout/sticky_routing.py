@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from makespan.rollout.errors import ReplicaFailure
 from makespan.rollout.route import RouteRequest, Served
@@ -16,13 +16,23 @@ class StickyLeastInflight:
     Decision for decision what verl's `GlobalRequestLoadBalancer` does: ties are broken by `rng.choice` over the
     candidates in order of registration, the memory of placements is an LRU of `memory` trajectories, and a placement
     is never reconsidered while its replica exists and is awake.
+
+    Args:
+        homes: placements to begin with, replica by trajectory; the others are chosen as they come.
     """
 
-    def __init__(self, replica_ids: Iterable[str] = (), *, rng: random.Random, memory: int = 10_000) -> None:
+    def __init__(
+        self,
+        replica_ids: Iterable[str] = (),
+        *,
+        rng: random.Random,
+        memory: int = 10_000,
+        homes: Mapping[str, str] | None = None,
+    ) -> None:
         self._rng = rng
         self._memory = memory
         self._in_flight: dict[str, int] = dict.fromkeys(replica_ids, 0)
-        self._home: OrderedDict[str, str] = OrderedDict()
+        self._home: OrderedDict[str, str] = OrderedDict(homes or {})
         self._asleep: set[str] = set()
 
     def route(self, request: RouteRequest) -> str:

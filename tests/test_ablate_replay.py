@@ -12,9 +12,11 @@ from makespan.cli import main
 from makespan.commands import ablate_replay
 from makespan.commands.ablate import Row, order_agreement, with_simulation
 from makespan.commands.ablate_replay import LEAST_DRAWS, MOST_DRAWS, Replayed, at_speed, drawn_s
+from makespan.rollout.errors import ConfigError
 from makespan.rollout.replay.trace import Trace, TraceHeader, write_trace
 from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.resources.calibration import Calibration, Measured, Probe
+from makespan.rollout.routing import STICKY
 from makespan.rollout.simulation.batch import Hardware, Policies
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.ladder import Outcome, Paired
@@ -68,6 +70,10 @@ def test_rungs_replay_the_same_batch_on_the_same_engine(tmp_path, capsys, embedd
     assert rows["cut"]["kept_length_ratio"] > 0
     assert all(row["simulated_s"]["mean"] > work_s for row in figures["rows"] if row["rung"] != "cut")
     assert all(1e-5 < run["core_s"] < 1.0 for run in figures["runs"])
+    # Sticky routing's placements are known afterwards; `cut` routes by cost, which moves trajectories.
+    where = {f"{group}#{number}": "replica-0" for group in "ab" for number in range(3)}
+    assert [run["homes"] for run in figures["runs"] if run["rung"] != "cut"] == [where] * 4
+    assert [run["homes"] for run in figures["runs"] if run["rung"] == "cut"] == [None] * 2
     (directory,) = (tmp_path / "runs").iterdir()
     assert json.loads((directory / "ablation.json").read_bytes())["runs"] == figures["runs"]
     lengths = {}
@@ -124,6 +130,27 @@ def test_what_a_tie_decides_is_simulated_until_its_mean_is_known():
     assert set(drawn) == {11.0, 20.0}
     assert len(drawn) == MOST_DRAWS
     assert 0.25 < drawn.count(20.0) / len(drawn) < 0.75  # by chance once in 20,000 times
+
+
+@pytest.mark.parametrize(("third", "fourth", "seconds"), [("0", "1", 20.0), ("1", "0", 11.0), ("0", "0", 21.0)])
+def test_what_a_replay_drew_is_not_drawn_again(third, fourth, seconds):
+    """The same chains where the replay placed them: only its makespan is possible."""
+    homes = {"0#0": "replica-0", "1#0": "replica-1", "2#0": f"replica-{third}", "3#0": f"replica-{fourth}"}
+    drawn = drawn_s(*chains_and_hardware(10, 1, 10, 1), Policies(), 3, lambda: None, homes)
+    assert set(drawn) == {seconds}
+
+
+@pytest.mark.parametrize(
+    ("routing", "homes", "complaint"),
+    [
+        ("cost", {"0#0": "replica-0"}, "'cost' moves trajectories"),
+        (STICKY, {"0": "replica-0"}, "the batch has no 0$"),
+        (STICKY, {"0#0": "replica-2"}, "the batch has no replica-2$"),
+    ],
+)
+def test_homes_that_nobody_can_have_are_refused(routing, homes, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        drawn_s(*chains_and_hardware(1), Policies(routing=routing), 3, lambda: None, homes)
 
 
 def test_what_no_tie_decides_is_simulated_a_few_times():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from makespan.rollout.admission import OversampleCut, make_admission
 from makespan.rollout.coordinator import RERANK_DISPATCHES, RERANK_INTERVAL_S, Coordinator
 from makespan.rollout.engine import RolloutEngine
+from makespan.rollout.errors import ConfigError
 from makespan.rollout.history import History
 from makespan.rollout.order import make_order, smaller_limit
 from makespan.rollout.replay.agent import LengthConversation, TraceAgent
@@ -24,7 +25,8 @@ from makespan.rollout.replay.environments import START, STEP, ReplayEnvironments
 from makespan.rollout.replay.plan import ENVIRONMENT, Plays, limits, plan
 from makespan.rollout.replay.trace import Trace, TraceTrajectory
 from makespan.rollout.replicas.simulated import ReplicaHardware, SimulatedReplica
-from makespan.rollout.routing import make_router
+from makespan.rollout.route import Router
+from makespan.rollout.routing import STICKY, StickyLeastInflight, make_router
 from makespan.rollout.scheduling import RemainingSeconds, action_policy
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.loop import run_virtual
@@ -64,7 +66,7 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int | None = None
     reference: int | None = None
     """How many trajectories the memory is meant for, for `parking`."""
-    routing: str = "sticky-least-inflight"
+    routing: str = STICKY
     scheduling: str = "fifo"
     order: str = "arrival"
     """Who is admitted next."""
@@ -106,6 +108,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     log_path: Path | None
     history: History | None = None
     """What the job knows beforehand."""
+    homes: Mapping[str, str] | None = None
+    """Where sticky routing places these trajectories, as it did in a run; None: as it chooses."""
 
 
 def simulate(
@@ -116,15 +120,15 @@ def simulate(
     seed: int,
     log_path: Path | None,
     history: History | None = None,
+    homes: Mapping[str, str] | None = None,
 ) -> None:
-    """Run the batch in virtual time and write its event log; `history` is what the job knows beforehand.
+    """Run the batch in virtual time and write its event log; `history` is what the job knows beforehand, `homes` where
+    sticky routing places trajectories.
 
-    Raises `ConfigError` for policies that do not exist, and whatever ends the batch.
+    Raises `ConfigError` for policies that do not exist, or do not know homes, and whatever ends the batch.
     """
-    simulate_jobs(
-        [Job(trace=trace, policies=policies, seed=seed, log_path=log_path, history=history)],
-        hardware,
-    )
+    job = Job(trace=trace, policies=policies, seed=seed, log_path=log_path, history=history, homes=homes)
+    simulate_jobs([job], hardware)
 
 
 def simulate_jobs(jobs: Sequence[Job], hardware: Hardware) -> None:
@@ -169,9 +173,7 @@ async def _simulate(
     with EventLog(job.log_path, "engine", loop.time, header=HEADER) as events:
         engine = RolloutEngine(
             replicas=replicas,
-            router=make_router(
-                policies.routing, list(replicas), random.Random(job.seed), memory=hardware.replica, cost=cost
-            ),
+            router=_router(job, hardware, list(replicas), plays),
             admission=make_admission(
                 policies.admission,
                 policies.concurrency,
@@ -193,3 +195,14 @@ async def _simulate(
             events.emit("replica", replica=replica_id, **msgspec.to_builtins(hardware.replica))
         cut = None if policies.needed is None else OversampleCut(policies.needed, engine.stop)
         await engine.run(tasks, on_end=cut)
+
+
+def _router(job: Job, hardware: Hardware, replica_ids: list[str], plays: Plays) -> Router:
+    policy, rng = job.policies.routing, random.Random(job.seed)
+    if job.homes is None:
+        return make_router(policy, replica_ids, rng, memory=hardware.replica, cost=hardware.replica.cost)
+    if policy != STICKY:
+        raise ConfigError(f"routing {policy!r} moves trajectories: only {STICKY!r} can be told their homes")
+    if strangers := sorted(job.homes.keys() - plays.keys()) or sorted(set(job.homes.values()) - set(replica_ids)):
+        raise ConfigError(f"homes: the batch has no {', '.join(strangers)}")
+    return StickyLeastInflight(replica_ids, rng=rng, homes=job.homes)

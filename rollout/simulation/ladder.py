@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 from makespan.rollout.errors import ConfigError
 from makespan.rollout.history import History
 from makespan.rollout.replay.trace import Trace
+from makespan.rollout.routing import STICKY
 from makespan.rollout.simulation.batch import Hardware, Policies, simulate
 from makespan.rollout.simulation.workload import Workload, at_reference, known_before, reference_concurrency
 from makespan.rollout.telemetry.analysis import BatchAnalysis, analyse
@@ -90,19 +91,19 @@ def _part(name: str, says: str, **changes: Any) -> Rung:
     return Rung(name, says, lambda trace, hardware: at_reference(chosen, trace, hardware))
 
 
-STICKY, FIRST_COME = {"routing": "sticky-least-inflight"}, {"scheduling": "fifo", "order": "arrival"}
+STAYING, FIRST_COME = {"routing": STICKY}, {"scheduling": "fifo", "order": "arrival"}
 
 ROUTING = _part("+routing", "the same, routing by cost", **FIRST_COME, history="none")
 
 ABLATION: tuple[Rung, ...] = (
     COUPLED,
-    _part("+parking", "decoupled, parking at the reference concurrency", **STICKY, **FIRST_COME, history="none"),
+    _part("+parking", "decoupled, parking at the reference concurrency", **STAYING, **FIRST_COME, history="none"),
     ROUTING,
     _part("+caas", "the same, caas and admission by forecast, knowing a last step if any", history="last-step"),
     _part("+history", "the same, knowing earlier epochs of the prompts: everything", history="prompts"),
     _part("-decoupling", "everything, but a trajectory holds its slot from start to end", admission="coupled"),
     _part("-parking", "everything, but all are admitted at once", admission="everything"),
-    _part("-routing", "everything, but routing is sticky least-in-flight", **STICKY),
+    _part("-routing", "everything, but routing is sticky least-in-flight", **STAYING),
     _part("-caas", "everything, but actions and admission are first come, first served", **FIRST_COME),
     _part("oracle", "parking and routing by cost, the longest true time first", scheduling="oracle", order="oracle"),
     Rung("cut", f"as `+routing`, stopped at 1/{OVERSAMPLE} of the trajectories", _oversample(ROUTING.policies)),
@@ -156,19 +157,34 @@ def change_pct(outcomes: Iterable[Outcome], against: Iterable[Outcome]) -> Paire
 
 
 def measured(
-    trace: Trace, hardware: Hardware, policies: Policies, seed: int, history: History | None = None
+    trace: Trace,
+    hardware: Hardware,
+    policies: Policies,
+    seed: int,
+    history: History | None = None,
+    homes: Mapping[str, str] | None = None,
 ) -> tuple[MergedLog, BatchAnalysis]:
-    """Simulate a batch without leaving anything behind; gives its log and what it says."""
+    """Simulate a batch without leaving anything behind; gives its log and what it says.
+
+    Arguments and errors are those of `simulate`.
+    """
     with tempfile.TemporaryDirectory(prefix="makespan-") as directory:
         path = Path(directory) / "engine.jsonl"
-        simulate(trace, hardware, policies, seed=seed, log_path=path, history=history)
+        simulate(trace, hardware, policies, seed=seed, log_path=path, history=history, homes=homes)
         log = merge([path])
     return log, analyse(log)
 
 
-def outcome(trace: Trace, hardware: Hardware, policies: Policies, seed: int, history: History | None = None) -> Outcome:
-    """One simulated batch in the figures that a comparison needs."""
-    return outcome_of(*measured(trace, hardware, policies, seed, history), trace)
+def outcome(
+    trace: Trace,
+    hardware: Hardware,
+    policies: Policies,
+    seed: int,
+    history: History | None = None,
+    homes: Mapping[str, str] | None = None,
+) -> Outcome:
+    """One simulated batch in the figures that a comparison needs. Arguments and errors are those of `simulate`."""
+    return outcome_of(*measured(trace, hardware, policies, seed, history, homes), trace)
 
 
 def outcome_of(log: MergedLog, analysis: BatchAnalysis, trace: Trace) -> Outcome:

@@ -40,6 +40,16 @@ def test_ties_at_the_start_spread_over_all_replicas():
     assert firsts == {"a", "b", "c", "d"}
 
 
+def test_homes_that_are_given_are_kept_and_the_others_are_chosen():
+    homes = {"t0": "a", "t1": "a", "t2": "a"}
+    r = StickyLeastInflight(["a", "b"], rng=random.Random(0), homes=homes)
+    assert [r.route(turn(name)) for name in homes] == ["a", "a", "a"]
+    assert r.route(turn("t3")) == "b"
+    r.remove(["a"])
+    assert r.route(turn("t0", 1)) == "b"
+    assert homes["t0"] == "a"  # the caller's is not written to
+
+
 def test_a_removed_replicas_trajectories_are_placed_anew():
     r = router("a", "b")
     home = r.route(turn("t"))

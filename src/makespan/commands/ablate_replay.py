@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,13 +35,14 @@ from makespan.rollout.replicas.simulated import ReplicaHardware
 from makespan.rollout.replicas.vllm import VllmReplica, visible_gpus
 from makespan.rollout.resources.calibration import Calibration
 from makespan.rollout.resources.core_speed import CoreSpeed, metered
+from makespan.rollout.routing import STICKY
 from makespan.rollout.simulation.batch import Hardware, Policies
 from makespan.rollout.simulation.cost import InferenceCost
 from makespan.rollout.simulation.ladder import Outcome, Rung, outcome, outcome_of
 from makespan.rollout.simulation.workload import Workload, known_before
 from makespan.rollout.telemetry.analysis import analyse
 from makespan.rollout.telemetry.events import EventLog
-from makespan.rollout.telemetry.merge import merge
+from makespan.rollout.telemetry.merge import MergedLog, merge
 
 
 class Replayed(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,9 +57,11 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     """Turns with another number of tokens than the recorded ones, or that were not replayed."""
     core_s: float | None = None
     """How fast the replicas' cores were during the batch (`CoreSpeed`); None on GPUs."""
+    homes: dict[str, str] | None = None
+    """Where sticky routing placed each trajectory, at random where replicas had as few in flight; None: it moves."""
     simulated_s: float | None = None
-    """The makespan of the same batch under the same policies in simulation, on cores of that speed: the mean over
-    draws of the ties that policies break at random, and of small deviations of the environments' times."""
+    """The makespan of the same batch under the same policies in simulation, on cores of that speed and with the same
+    `homes`: the mean over draws of other ties, and of small deviations of the environments' times."""
     simulated_sd_s: float | None = None
     """Standard deviation over these draws: the replay is one of them."""
 
@@ -76,8 +79,8 @@ class Ablation(msgspec.Struct, frozen=True, kw_only=True):
 OnRun = Callable[[Replayed], None]
 
 LEAST_DRAWS, MOST_DRAWS = 8, 64
-"""Simulations of a batch. Who is placed where on a tie can decide a makespan, most with sticky routing: with scarce
-memory its standard deviation over draws was 7 to 23% of it. A replay is one draw."""
+"""Simulations of a batch. What happens on a tie can decide a makespan: with scarce memory its standard deviation over
+draws was 7 to 23% of it under sticky routing, whose placements are known since. A replay is one draw."""
 JITTER = 0.01
 """Each draw's environment times deviate by so much (standard deviation of the logarithm), as they do in a replay: a few
 milliseconds decide who comes first, and that what follows."""
@@ -218,6 +221,7 @@ class _Live:
             environment_pct=like.durations.total_pct,
             other_turns=like.other_prompts + like.other_generations + missing,
             core_s=core_s,
+            homes=homes(log) if policies.routing == STICKY else None,
         )
 
     def simulated(self, run: Replayed, batches: dict[int, Trace], rungs: Sequence[Rung]) -> Replayed:
@@ -254,30 +258,47 @@ class _Live:
         return Ablation(hardware=self._hardware, machine=machine(), runs=list(runs), directory=str(self._directory))
 
 
+def homes(log: MergedLog) -> dict[str, str]:
+    """The replica that generated each trajectory's first turn."""
+    found: dict[str, str] = {}
+    for event in log.of("generate"):
+        assert event.trajectory_id is not None
+        found.setdefault(event.trajectory_id, event.data["replica"])
+    return found
+
+
 def simulated(
     run: Replayed, rung: Rung, work: Workload, batch: Trace, hardware: Hardware, calibrated_core_s: float | None
 ) -> Replayed:
-    """The run with what simulation says of its batch under its policies, on cores of the speed that they had."""
+    """The run with what simulation says of its batch under its policies, on cores of the speed that they had and with
+    trajectories where sticky routing placed them."""
     policies = rung.policies(batch, hardware)
 
     def known() -> History | None:
         return known_before(work, run.seed, policies.history, hardware.replica.cost)
 
-    draws_s = drawn_s(batch, at_speed(hardware, run.core_s, calibrated_core_s), policies, run.seed, known)
+    paced = at_speed(hardware, run.core_s, calibrated_core_s)
+    draws_s = drawn_s(batch, paced, policies, run.seed, known, run.homes)
     mean_s, sd_s = statistics.fmean(draws_s), statistics.stdev(draws_s)
     return msgspec.structs.replace(run, simulated_s=mean_s, simulated_sd_s=sd_s)
 
 
 def drawn_s(
-    batch: Trace, hardware: Hardware, policies: Policies, seed: int, known: Callable[[], History | None]
+    batch: Trace,
+    hardware: Hardware,
+    policies: Policies,
+    seed: int,
+    known: Callable[[], History | None],
+    homes: Mapping[str, str] | None = None,
 ) -> list[float]:
     """Makespans in simulation, each with other draws of ties and with environment times that deviate by `JITTER`, until
     their mean is `CERTAIN` or there are `MOST_DRAWS`; `known` gives what the job knows before the batch, anew each
-    time, as a batch adds to it."""
+    time, as a batch adds to it. With `homes` sticky routing draws no ties."""
     drawn: list[float] = []
     while len(drawn) < MOST_DRAWS:
         draw = MOST_DRAWS * seed + len(drawn)
-        drawn.append(outcome(_shaken(batch, random.Random(draw)), hardware, policies, draw, known()).makespan_s)
+        shaken = _shaken(batch, random.Random(draw))
+        drawn.append(outcome(shaken, hardware, policies, draw, known(), homes).makespan_s)
         if len(drawn) >= LEAST_DRAWS:
             error = statistics.stdev(drawn) / len(drawn) ** 0.5
             if error <= CERTAIN * statistics.fmean(drawn):
