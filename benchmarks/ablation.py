@@ -7,10 +7,10 @@
 Each workload is `makespan ablate … --replay`: the same batches under every combination of policies, on two vLLM
 replicas and a real environment server, with lengths and times that are given, made small enough for two cores (its
 arguments say how). Slots are at the knee as it was when they were chosen: of so few it is three or four by whatever
-rounding the day's costs bring, and one slot more is another workload. The costs of inference are measured first, with prompts that no batch has, and every batch is also
-simulated with them. The long form takes about an hour for each of its `--seeds` and wants the machine for itself; the
-quick one minutes. `--from` measures nothing and makes table and figure of what was; of a workload that is in several
-files the last one counts.
+rounding the day's costs bring, and one slot more is another workload. The costs of inference are measured first, with
+prompts that no batch has, and every batch is also simulated with them. The long form takes about an hour for each of
+its `--seeds` and wants the machine for itself; the quick one minutes. `--from` measures nothing and makes table and
+figure of what was; of a workload that is in several files the last one counts.
 """
 
 from __future__ import annotations
